@@ -1,0 +1,206 @@
+"""Diagonal curvature from BackPACK's second-order extensions, in a replay of the step.
+
+The replay uses the unscaled loss, since ``diag_h`` mixes a term that carries a factor on the loss with one that does
+not, and leaves the user's own forward and backward pass as they are. The extensions are put on for the replay and
+taken off again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from backpack import backpack, extend, extensions
+from backpack.context import CTX
+from torch import Tensor, nn
+
+from distcockpit.capture import Captured
+from distcockpit.replay import replayed
+from distcockpit.rng import set_seed
+
+KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Which diagonal: of the Hessian, of the GGN, or of a Monte-Carlo estimate of the GGN.
+
+    Args:
+        kind: One of ``KINDS``.
+        mc_samples: Draws per sample for ``diag_ggn_mc``.
+        seed: Base of the seeds of these draws, which differ per step, rank and micro-batch.
+    """
+
+    kind: str = "diag_h"
+    mc_samples: int = 1
+    seed: int = 0
+
+    def extension(self) -> extensions.backprop_extension.BackpropExtension:
+        """BackPACK's extension."""
+        if self.kind == "diag_h":
+            return extensions.DiagHessian()
+        if self.kind == "diag_ggn_exact":
+            return extensions.DiagGGNExact()
+        return extensions.DiagGGNMC(mc_samples=self.mc_samples)
+
+
+def check_support(curvature: Curvature, model: nn.Module, loss_fn: nn.Module | None) -> None:
+    """Refuse early what BackPACK cannot serve.
+
+    Raises:
+        ValueError: Names the loss or the layer, and what to do.
+    """
+    supported = curvature.extension()._BackpropExtension__module_extensions
+    way_out = "Leave quantities with curvature out."
+    if type(loss_fn) not in supported:
+        losses = [kind.__name__ for kind in supported if issubclass(kind, nn.modules.loss._Loss)]
+        raise ValueError(
+            f"curvature={curvature.kind!r} needs loss_fn to be one of {losses}, not "
+            f"{'None' if loss_fn is None else type(loss_fn).__name__}. {way_out}"
+        )
+    for option in ("weight", "pos_weight"):
+        if getattr(loss_fn, option, None) is not None:
+            raise ValueError(
+                f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}({option}=...): BackPACK "
+                f"has no second derivative for it. Use a loss without {option}. {way_out}"
+            )
+    if getattr(loss_fn, "ignore_index", -100) != -100:
+        raise ValueError(
+            f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}(ignore_index="
+            f"{loss_fn.ignore_index}): BackPACK has no second derivative for it. {way_out}"
+        )
+    owner: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shared = parameter in owner
+            if parameter.requires_grad and (shared or any(module.children())):
+                why = f"is shared with layer '{owner[parameter]}'" if shared else "belongs to a module with children"
+                raise ValueError(
+                    f"curvature={curvature.kind!r} does not support parameter '{path}.{name}': it {why}, and BackPACK "
+                    f"needs each parameter in one leaf module. {way_out}"
+                )
+            owner[parameter] = path
+    for path, module in _leaves(model):
+        if type(module) not in supported:
+            raise ValueError(
+                f"curvature={curvature.kind!r} does not support layer '{path}' ({type(module).__name__}). Use "
+                f"another curvature of {list(KINDS)}, or another layer. {way_out}"
+            )
+
+
+def diagonal(
+    curvature: Curvature,
+    model: nn.Module,
+    loss_fn: nn.Module,
+    captured: Sequence[Captured],
+    seeds: Sequence[int],
+) -> dict[str, Tensor]:
+    """Sum over micro-batches of the diagonal curvature of ``sum_i l_i`` (the loss times what it divided by).
+
+    Args:
+        curvature: Which diagonal.
+        model: The bare module.
+        loss_fn: The loss module.
+        captured: The micro-batches.
+        seeds: One seed per micro-batch.
+
+    Returns:
+        float64 tensors of the parameters' shapes, by name; parameters that the loss does not depend on are zero.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
+    for micro, seed in zip(captured, seeds, strict=True):
+        if not micro.weight:
+            continue
+        extension = curvature.extension()
+        with _extended(model, loss_fn) as chain, replayed(model, loss_fn, micro) as loss:
+            chain.check()
+            set_seed(next(model.parameters()).device, seed)
+            with backpack(extension), warnings.catch_warnings():
+                # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
+                warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+                torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        for name, parameter in trainable.items():
+            if hasattr(parameter, extension.savefield):
+                total[name] += getattr(parameter, extension.savefield).double() * micro.divisor
+                delattr(parameter, extension.savefield)
+    return total
+
+
+class _Chain:
+    """Sees that each leaf module takes exactly what the one before it returned.
+
+    BackPACK finds the module that produced a tensor by the tensor's address. An operation in between that works in
+    place or makes a view would be skipped silently; so shapes, strides and versions must agree as well.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, ...] | None = None
+        self._last_path = "the model's input"
+        self._broken: str | None = None
+
+    @staticmethod
+    def _print(tensor: object) -> tuple[object, ...] | None:
+        if not isinstance(tensor, Tensor):
+            return None
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+
+    def before(self, path: str, args: tuple[object, ...]) -> None:
+        """A leaf module begins."""
+        if self._last is not None and (len(args) != 1 or self._print(args[0]) != self._last):
+            self._broken = self._broken or f"between '{self._last_path}' and '{path}'"
+
+    def after(self, path: str, output: object) -> None:
+        """A leaf module ends."""
+        self._last, self._last_path = self._print(output), path
+
+    def check(self) -> None:
+        """Raise if the model is not a chain of its leaf modules.
+
+        Raises:
+            RuntimeError: Names the place.
+        """
+        if self._broken:
+            raise RuntimeError(
+                f"Curvature needs a model that is a chain of modules, but something happens {self._broken}: a "
+                "functional call (write it as a module: nn.ReLU, nn.Flatten), a branch, or a second use of a layer."
+            )
+
+
+@contextmanager
+def _extended(model: nn.Module, loss_fn: nn.Module) -> Iterator[_Chain]:
+    """BackPACK's hooks, and ours that check the chain, on the leaf modules and the loss; off again at the end."""
+    chain, leaves, before = _Chain(), list(_leaves(model)), len(CTX.hook_handles)
+    handles = []
+    flagged = [module for _, module in leaves if not hasattr(module, "_backpack_extend")]
+    flagged += [] if hasattr(loss_fn, "_backpack_extend") else [loss_fn]
+    try:
+        for path, module in [*leaves, ("the loss", loss_fn)]:
+            extend(module)
+            first = slice(1) if module is loss_fn else slice(None)
+            handles.append(module.register_forward_pre_hook(_before(chain, path, first)))
+            handles.append(module.register_forward_hook(_after(chain, path)))
+        yield chain
+    finally:
+        for handle in [*handles, *CTX.hook_handles[before:]]:
+            handle.remove()
+        del CTX.hook_handles[before:]
+        for module in flagged:
+            module.__dict__.pop("_backpack_extend", None)
+            for name in [n for n in module.__dict__ if n == "output" or n[:5] == "input" and n[5:].isdigit()]:
+                del module.__dict__[name]
+
+
+def _before(chain: _Chain, path: str, which: slice):  # noqa: ANN202
+    return lambda module, args: chain.before(path, args[which])
+
+
+def _after(chain: _Chain, path: str):  # noqa: ANN202
+    return lambda module, args, output: chain.after(path, output)
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((path, module) for path, module in model.named_modules() if not any(module.children()))

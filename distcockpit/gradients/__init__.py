@@ -1,0 +1,1 @@
+"""Per-sample gradient algebra: from the factors of a layer to sums over individual gradients."""

@@ -1,0 +1,27 @@
+"""Which rule serves which module."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from distcockpit.gradients.backpack_layers import BackpackRule
+from distcockpit.gradients.generic import GenericRule
+from distcockpit.gradients.linear import LinearRule
+from distcockpit.gradients.uses import Rule
+
+LINEAR, BACKPACK, GENERIC = LinearRule(), BackpackRule(), GenericRule()
+
+
+def rule_for(module: nn.Module) -> Rule:
+    """The fastest rule that is exact for ``module``; subclasses may compute anything, so only exact types count."""
+    if type(module) is nn.Linear:
+        return LINEAR
+    if BackpackRule.serves(module):
+        return BACKPACK
+    return GENERIC
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module uses the parameters below it without calling their modules, so that it is served whole."""
+    return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)

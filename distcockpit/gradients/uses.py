@@ -1,0 +1,97 @@
+"""What is kept of one call of a layer: its inputs, and the gradient of the loss with respect to its outputs.
+
+Together they determine the individual gradients of the layer's parameters. That is why nothing of shape
+``[N, P]`` is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from distcockpit.rng import RandomState
+
+Blocks = Callable[[slice], dict[str, Tensor]]
+"""Maps a range of samples to their individual gradients by local parameter name, each ``[n, *parameter.shape]``."""
+
+
+class Rule(Protocol):
+    """How the individual gradients of one kind of layer follow from a :class:`Use`."""
+
+    description: str
+
+    def outer(self, use: Use) -> tuple[str, Tensor, Tensor] | None:
+        """A parameter whose individual gradients are outer products, with the factors, if there is one.
+
+        Returns:
+            Local name, ``delta [B, O]``, ``x [B, I]`` with ``g_i = delta_i x_i^T``, or ``None``.
+        """
+
+    def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
+        """Individual gradients of the parameters ``names`` for any range of samples.
+
+        Args:
+            use: The call of the layer.
+            names: Local parameter names.
+            values: What the parameters of the model were in that call, by full name.
+        """
+
+    def elements_per_sample(self, use: Use) -> int:
+        """Elements that a block needs per sample beside the individual gradients themselves."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that owns trainable parameters, and the rule that serves it."""
+
+    path: str
+    module: Module
+    parameters: Mapping[str, str]  # local name -> full name of the tracked ones
+    rule: Rule
+
+    def full_name(self, local: str) -> str:
+        """Name in the model of a parameter (tracked or not) of this module or one below it."""
+        return f"{self.path}.{local}" if self.path else local
+
+
+@dataclass
+class Use:
+    """One call of a layer in one forward pass, with the gradients that arrived at its outputs."""
+
+    layer: Layer
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
+    training: bool
+    buffers: dict[str, Tensor]
+    random_state: RandomState | None
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's leaves
+
+    @property
+    def delta(self) -> Tensor:
+        """The output gradient of a layer with one output."""
+        (delta,) = self.output_gradients.values()
+        return delta
+
+    @property
+    def input(self) -> Tensor:
+        """The input of a layer with one input."""
+        (x,) = [*self.args, *self.kwargs.values()]
+        return x.detach()
+
+    @property
+    def inputs_changed(self) -> bool:
+        """Whether an input tensor was written to after the call."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
+@dataclass
+class MicroBatch:
+    """The uses of one forward pass, with output gradients scaled to those of the individual losses."""
+
+    batch_size: int
+    uses: list[Use]

@@ -1,0 +1,140 @@
+"""Counting into bins: one interface, the same counts from every implementation.
+
+Every value falls into one *slot*. For ``b`` bins with edges ``e_0 < ... < e_b`` there are ``b + 5`` slots, in
+this order::
+
+    -inf | below e_0 | bin 0 | ... | bin b-1 | above e_b | +inf | NaN
+
+Bins are half-open, ``[e_k, e_{k+1})``, the last one is closed: the convention of ``numpy.histogram``. A slot is
+found by comparing the value with the edges, never by arithmetic alone, so that a value on an edge (an exact zero
+above all) lands where the definition says.
+
+All functions return int64 counts on the device of their input.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.kernels import reference
+
+try:
+    from distcockpit.kernels import numba_cpu
+except ImportError:  # the extra "fast" is not installed
+    numba_cpu = None  # type: ignore[assignment]
+
+OUTSIDE = 5
+"""How many slots there are beside the bins."""
+
+
+def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
+    """Edges of ``bins`` equal bins from ``low`` to ``high``.
+
+    ``e_k = (low (b - k) + high k) / b`` with exact ends: the middle edge of a symmetric range is exactly 0.
+
+    Returns:
+        float64, shape ``[bins + 1]``.
+    """
+    k = np.arange(bins + 1, dtype=np.float64)
+    edges = (low * (bins - k) + high * k) / bins
+    edges[0], edges[-1] = low, high
+    return edges
+
+
+def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Values of type ``dtype`` at which the slot number rises by one.
+
+    For ``v`` of that type, ``v >= e_k`` exactly if ``v >= t_k``, where ``t_k`` is the smallest number of the type
+    that is not below ``e_k``. The slot of ``v`` is the number of thresholds that are not above it.
+
+    Args:
+        edges: float64, shape ``[b + 1]``.
+        dtype: ``torch.float32`` or ``torch.float64``.
+
+    Returns:
+        Tensor of shape ``[b + 3]``, on the CPU.
+    """
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    with np.errstate(over="ignore"):
+        rounded = edges.astype(kind)
+    up = np.nextafter(rounded, kind(np.inf))
+    starts = np.where(rounded < edges, up, rounded)[:-1]
+    end = up[-1] if rounded[-1] <= edges[-1] else rounded[-1]
+    return torch.from_numpy(np.concatenate([[np.finfo(kind).min], starts, [end, np.inf]]).astype(kind))
+
+
+def binnable(values: Tensor) -> Tensor:
+    """``values`` in a type that is binned directly: float64 stays, everything else becomes float32 (exact)."""
+    return values.detach() if values.dtype == torch.float64 else values.detach().float()
+
+
+def slots(values: Tensor, edges: np.ndarray) -> Tensor:
+    """Slot number of every value: int64, the shape of ``values``."""
+    values = binnable(values)
+    return reference.slots(values, thresholds(edges, values.dtype).to(values.device))
+
+
+def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
+    """Counts of all elements of ``values``.
+
+    Returns:
+        int64, shape ``[b + 5]``.
+    """
+    values = binnable(values)
+    return _implementation(values).count_block(values, thresholds(edges, values.dtype).to(values.device))
+
+
+def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
+    """Counts of all products ``delta[n, o] * x[n, i]``.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        edges: float64, shape ``[b + 1]``.
+
+    Returns:
+        int64, shape ``[b + 5]``.
+    """
+    delta, x = binnable(delta), binnable(x)
+    return _implementation(x).count_outer(delta, x, thresholds(edges, x.dtype).to(x.device))
+
+
+def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``).
+
+    Args:
+        values: Shape ``[N, D]``.
+        edges: float64, shape ``[b + 1]``.
+        columns: int64 column of each ``d``, shape ``[D]``.
+        n_columns: How many columns there are.
+
+    Returns:
+        int64, shape ``[b + 5, n_columns]``.
+    """
+    values = binnable(values)
+    limits = thresholds(edges, values.dtype).to(values.device)
+    return _implementation(values).count_block_2d(values, limits, columns, n_columns)
+
+
+def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``).
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        edges: float64, shape ``[b + 1]``.
+        columns: int64, shape ``[O, I]``.
+        n_columns: How many columns there are.
+
+    Returns:
+        int64, shape ``[b + 5, n_columns]``.
+    """
+    delta, x = binnable(delta), binnable(x)
+    limits = thresholds(edges, x.dtype).to(x.device)
+    return _implementation(x).count_outer_2d(delta, x, limits, columns, n_columns)
+
+
+def _implementation(values: Tensor):  # noqa: ANN202 - two modules with the same functions
+    return numba_cpu if numba_cpu is not None and values.device.type == "cpu" else reference

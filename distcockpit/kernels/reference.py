@@ -1,0 +1,54 @@
+"""Binning in plain torch, for any device: the definition that the faster kernels must match count for count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 21  # elements binned at a time: 8 MiB of float32, 16 MiB of slot numbers
+
+
+def slots(values: Tensor, limits: Tensor) -> Tensor:
+    """Slot number of every value."""
+    number = torch.bucketize(values, limits, right=True)
+    return torch.where(values.isnan(), limits.numel() + 1, number)
+
+
+def count_block(values: Tensor, limits: Tensor) -> Tensor:
+    """Counts of all elements of ``values``, see the package docstring."""
+    counts = torch.zeros(limits.numel() + 2, dtype=torch.int64, device=values.device)
+    for part in values.reshape(-1).split(CHUNK):
+        counts += torch.bincount(slots(part, limits), minlength=counts.numel())
+    return counts
+
+
+def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
+    """Counts of all products ``delta[n, o] * x[n, i]``."""
+    counts = torch.zeros(limits.numel() + 2, dtype=torch.int64, device=x.device)
+    for d, y in _samples(delta, x):
+        counts += count_block(d.unsqueeze(2) * y.unsqueeze(1), limits)
+    return counts
+
+
+def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``)."""
+    size = (limits.numel() + 2) * n_columns
+    counts = torch.zeros(size, dtype=torch.int64, device=values.device)
+    for part in values.split(max(1, CHUNK // max(1, values.shape[1]))):
+        counts += torch.bincount((slots(part, limits) * n_columns + columns).reshape(-1), minlength=size)
+    return counts.view(-1, n_columns)
+
+
+def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
+    counts = torch.zeros(limits.numel() + 2, n_columns, dtype=torch.int64, device=x.device)
+    for d, y in _samples(delta, x):
+        products = (d.unsqueeze(2) * y.unsqueeze(1)).flatten(1)
+        counts += count_block_2d(products, limits, columns.reshape(-1), n_columns)
+    return counts
+
+
+def _samples(delta: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:
+    """Pieces of a few samples whose products fit a chunk."""
+    n = max(1, CHUNK // max(1, delta.shape[1] * x.shape[1]))
+    return zip(delta.split(n), x.split(n), strict=True)

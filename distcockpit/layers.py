@@ -1,0 +1,116 @@
+"""Which modules of a model are tracked, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from distcockpit.gradients.rules import is_unit, rule_for
+from distcockpit.gradients.uses import Layer
+
+# The modules of torch.nn.modules.activation, save attention, which has parameters and structure of its own.
+ACTIVATIONS = tuple(
+    kind
+    for name in nn.modules.activation.__all__
+    if (kind := getattr(nn.modules.activation, name)) is not nn.MultiheadAttention
+)
+
+
+def find_layers(
+    model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+) -> list[Layer]:
+    """Modules to hook: those that own trainable parameters, and all leaf modules (these for their outputs).
+
+    Args:
+        model: The bare module.
+        include: Patterns of layer names (``fnmatch``); ``None`` takes all.
+        exclude: Patterns of layer names to leave out.
+
+    Returns:
+        One layer per module, in the order of ``model.named_modules()``.
+
+    Raises:
+        ValueError: If no trainable parameter is left, or a parameter is shared by a tracked and an excluded layer.
+    """
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not names:
+        raise ValueError(
+            f"The model ({type(model).__name__}) has no trainable parameters, so there is nothing to track. "
+            "Parameters are trainable when requires_grad is True."
+        )
+    layers, left_out = [], {}
+    for path, module in _modules(model):
+        unit = is_unit(module)
+        own = dict(module.named_parameters(recurse=unit, remove_duplicate=False))
+        parameters = {local: names[id(p)] for local, p in own.items() if id(p) in names}
+        if not _selected(path, include, exclude):
+            left_out.update({full: path for full in parameters.values()})
+        elif parameters or unit or not any(module.children()):
+            layers.append(Layer(path, module, parameters, rule_for(module)))
+    tracked = {full: layer.path for layer in layers for full in layer.parameters.values()}
+    if not tracked:
+        raise ValueError(
+            f"include={include!r} and exclude={exclude!r} leave no layer with trainable parameters. Layer names are "
+            f"{sorted({path for path in left_out.values()})[:8]}, patterns are matched against the whole name."
+        )
+    for full in tracked.keys() & left_out.keys():
+        raise ValueError(
+            f"Parameter '{full}' is shared by the tracked layer '{tracked[full]}' and the excluded layer "
+            f"'{left_out[full]}'. Its individual gradients need both: include or exclude both."
+        )
+    for layer in layers:
+        if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag) and layer.module.sparse and layer.parameters:
+            raise ValueError(
+                f"Layer '{layer.path}' ({type(layer.module).__name__}) has sparse=True, which individual gradients "
+                f"do not support. Use sparse=False, or leave the layer out: exclude=['{layer.path}']."
+            )
+    return layers
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names; nothing below a unit."""
+    units: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{unit}.") or unit == "" for unit in units):
+            continue
+        if is_unit(module):
+            units.append(path)
+        yield path, module
+
+
+def _selected(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+    wanted = include is None or any(fnmatchcase(path, pattern) for pattern in include)
+    return wanted and not any(fnmatchcase(path, pattern) for pattern in exclude or ())
+
+
+def training_batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Batch norms that will normalise with statistics of the batch."""
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
+    ]
+
+
+def check_batchnorm(model: nn.Module, track_batchnorm: bool) -> None:
+    """Refuse batch statistics unless the user chose how to treat them.
+
+    Raises:
+        ValueError: If a batch norm is in training mode and ``track_batchnorm`` is not set, or it normalises across
+            processes.
+    """
+    for path, module in training_batchnorms(model):
+        kind = type(module).__name__
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"Layer '{path}' ({kind}) normalises with statistics of all ranks, which individual gradients do not "
+                "support. Use .eval() on it, or BatchNorm with track_batchnorm=True."
+            )
+        if not track_batchnorm:
+            raise ValueError(
+                f"Layer '{path}' ({kind}) is in training mode: it mixes the samples of a batch, so individual "
+                "gradients are not defined. Pass track_batchnorm=True to treat the batch statistics as constants, "
+                "put the layer in eval mode, or use GroupNorm or LayerNorm."
+            )

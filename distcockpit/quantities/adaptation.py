@@ -1,0 +1,57 @@
+"""Bin ranges that follow the data: half a range is the largest absolute value seen, pooled over ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distcockpit.schedules import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SymmetricRange:
+    schedule: Schedule | None = None
+    padding: float = 0.0
+    min_size: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and not callable(self.schedule):
+            raise TypeError(
+                f"{type(self).__name__}(schedule={self.schedule!r}): must be a callable step -> bool, such as "
+                "every(10)."
+            )
+        if not self.padding >= 0:
+            raise ValueError(f"{type(self).__name__}(padding={self.padding!r}): must be at least 0.")
+        if not self.min_size > 0:
+            raise ValueError(f"{type(self).__name__}(min_size={self.min_size!r}): must be positive.")
+
+    def range(self, largest: float) -> tuple[float, float]:
+        """The bin range for a largest absolute value; one that is not finite does not count."""
+        largest = largest if math.isfinite(largest) else 0.0
+        end = (1.0 + self.padding) * max(self.min_size / 2, largest)
+        return -end, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradAbsMax(_SymmetricRange):
+    """Let a range follow the largest absolute element m of the individual gradients.
+
+    The range becomes ``(-e, e)`` with ``e = (1 + padding) max(m, min_size / 2)``, effective at the next histogram.
+    NaN and infinite elements do not count.
+
+    Args:
+        schedule: Steps at which to measure; the histogram's own by default.
+        padding: Share by which the range exceeds the largest value, at least 0.
+        min_size: Smallest width of the range before padding, positive.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamAbsMax(_SymmetricRange):
+    """Let a range follow the largest absolute element m of the tracked parameters; otherwise as `GradAbsMax`.
+
+    Args:
+        schedule: Steps at which to measure; the histogram's own by default.
+        padding: Share by which the range exceeds the largest value, at least 0.
+        min_size: Smallest width of the range before padding, positive.
+    """

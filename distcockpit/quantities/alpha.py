@@ -1,0 +1,149 @@
+"""Effective step size alpha."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Sums, Totals
+from distcockpit.schema import Field, Group, Row
+
+STATUS = (
+    "minimum",
+    "concave",
+    "no_step",
+    "singular",
+    "step_skipped",
+    "inputs_changed",
+    "fewer_than_two_samples",
+)
+OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
+ZERO_VARIANCE = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alpha(Quantity):
+    r"""Effective step size: how far the optimizer went, relative to the minimum of a local quadratic fit.
+
+    Along the unit direction of $d = \theta_{t+1} - \theta_t$ the pooled loss and its slope are observed at
+    $\tau = 0$ and $\tau = \|d\|$, each on the batch of its own step. Generalised least squares, weighted by the
+    inverse sample variances (ddof 1) of individual losses and projections, fits
+    $f(\tau) = \mu_0 + \mu_1\tau + \mu_2\tau^2$, and
+
+    $$\alpha = \frac{2\|d\|}{\bar\alpha} - 1, \qquad \bar\alpha = -\mu_1/\mu_2.$$
+
+    Mutschler and Zell 2020 and Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep
+    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, negative one that falls
+    short, positive one that overshoots. -1 for a concave fit or no step, NaN where the fit is not defined;
+    ``status`` says which. Stored under the step t at which the update began. Any optimizer.
+    """
+
+    source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604, section 3.1"
+
+    @property
+    def needs(self) -> Needs:
+        """Individual losses and projections at both ends of an update."""
+        return Needs(losses=True, update=True)
+
+    def touches(self, step: int) -> bool:
+        """Both ends of the update."""
+        return self.starts(step) or self.starts(step - 1)
+
+    def group(self, model: Model) -> Group:
+        """Alpha, its status, and the observations behind it."""
+        names = {
+            "f_start": "mean loss at the start of the update",
+            "f_end": "mean loss at its end, on the next batch",
+            "slope_start": "mean projected gradient at the start",
+            "slope_end": "mean projected gradient at the end, on the next batch",
+        }
+        fields = {
+            "alpha": Field((), "effective step size alpha", description="0: minimum, < 0: short of it, > 0: beyond"),
+            "status": Field((), "status of alpha", dtype="int8", codes=STATUS),
+            "update_norm": Field((), "Euclidean norm of the update"),
+            **{name: Field((), long_name) for name, long_name in names.items()},
+            **{f"{name}_variance": Field((), f"sample variance: {text}") for name, text in names.items()},
+        }
+        return Group(fields, {}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """Sums and sums of squares of the four observations."""
+        update = batch.update
+        if update is None:
+            return {}
+        samples = (update.start_losses, batch.losses, update.start_slopes, update.end_slopes)
+        facts = {
+            "update_norm": batch.once(update.norm),
+            "start_n": batch.once(update.start_n),
+            "inputs_changed": batch.vector([update.inputs_changed])[0],
+            "skipped": batch.once(update.skipped),
+        }
+        return facts | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
+
+    def finalize(self, totals: Totals, n: int) -> Row | None:
+        """The fit."""
+        if "update_norm" not in totals:
+            return None
+        norm = float(totals["update_norm"])
+        counts = (int(totals["start_n"]), n, int(totals["start_n"]), n)
+        with np.errstate(all="ignore"):
+            pairs = [_mean_and_variance(totals[name], count) for name, count in zip(OBSERVATIONS, counts, strict=True)]
+        means, variances = np.array(pairs).T
+        if totals["inputs_changed"]:
+            alpha, status = np.nan, "inputs_changed"
+            means[2], variances[2] = np.nan, np.nan
+        elif totals["skipped"]:
+            alpha, status = np.nan, "step_skipped"
+        elif min(counts) < 2:
+            alpha, status = np.nan, "fewer_than_two_samples"
+        else:
+            alpha, status = fit_alpha(means, variances, norm)
+        row = {"alpha": alpha, "status": STATUS.index(status), "update_norm": norm}
+        row |= dict(zip(OBSERVATIONS, means, strict=True))
+        return row | {f"{name}_variance": v for name, v in zip(OBSERVATIONS, variances, strict=True)}
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Sum and sum of squares, float64 ``[2]``."""
+    return torch.stack([values.sum(), values.square().sum()])
+
+
+def _mean_and_variance(moments: np.ndarray, n: int) -> tuple[float, float]:
+    """Mean and sample variance (ddof 1) of n numbers; a variance within rounding of zero is zero."""
+    mean = moments[0] / n if n else np.nan
+    squares = moments[1] - n * mean**2
+    if squares <= 8 * np.finfo(float).eps * moments[1]:
+        squares = 0.0
+    return mean, squares / (n - 1) if n > 1 else np.nan
+
+
+def fit_alpha(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[float, str]:
+    """Alpha and its status from f(0), f(|d|), f'(0), f'(|d|), their sample variances, and |d|.
+
+    Solved by QR on the whitened system with tau in units of |d|, so that its condition does not depend on |d|.
+
+    Args:
+        means: Shape ``[4]``.
+        variances: Shape ``[4]``; a zero counts as 1e-10.
+        norm: Length of the update.
+    """
+    if norm == 0:
+        return -1.0, "no_step"
+    if not (np.isfinite(means).all() and np.isfinite(variances).all() and np.isfinite(norm)):
+        return np.nan, "singular"
+    design = np.array([[1.0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 2]])
+    unit = np.array([1.0, 1, norm, norm])  # slopes per unit of u = tau / |d|
+    deviations = np.sqrt(np.where(variances == 0, ZERO_VARIANCE, variances)) * unit
+    q, r = np.linalg.qr(design / deviations[:, None])
+    diagonal = np.abs(np.diag(r))
+    if not diagonal.min() > np.finfo(float).eps * diagonal.max():
+        return np.nan, "singular"
+    _, mu_1, mu_2 = np.linalg.solve(r, q.T @ (means * unit / deviations))
+    if mu_2 <= 0:
+        return -1.0, "concave"
+    with np.errstate(divide="ignore"):
+        return float(np.float64(-2.0) * mu_2 / mu_1 - 1.0), "minimum"

@@ -1,0 +1,59 @@
+"""Mean gradient signal-to-noise ratio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Shard, Sums, Totals
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanGSNR(Quantity):
+    r"""Mean over parameters of the gradient signal-to-noise ratio.
+
+    $$\frac1D \sum_d \frac{G_d^2}{s_d/N - G_d^2 + \epsilon}, \qquad s_d = \sum_i g_{i,d}^2$$
+
+    Liu et al. 2020, "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters",
+    arXiv:2001.07384. Unitless; large early in the training of networks that generalize, towards 0 when noise
+    dominates. NaN for N = 0. The two terms of the variance are subtracted in float64.
+
+    Args:
+        epsilon: Added to the variance, at least 0.
+    """
+
+    epsilon: float = 1e-5
+
+    source: ClassVar[str] = "Liu et al. 2020, arXiv:2001.07384"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.epsilon >= 0:
+            raise ValueError(f"MeanGSNR(epsilon={self.epsilon!r}): must be at least 0.")
+
+    @property
+    def needs(self) -> Needs:
+        """The pooled sums of g_i and g_i^2."""
+        return Needs(elementwise=True)
+
+    def group(self, model: Model) -> Group:
+        """One number per step."""
+        return Group({"mean_gsnr": Field((), "mean gradient signal-to-noise ratio")}, {}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """Nothing that can be added before pooling."""
+        return {}
+
+    def elementwise(self, shard: Shard) -> dict[str, np.ndarray]:
+        """Sum of the ratio over the elements of the shard, and their number."""
+        with np.errstate(all="ignore"):
+            mean = shard.first / shard.n
+            ratio = mean**2 / (shard.second / shard.n - mean**2 + self.epsilon)
+        return {"ratio": ratio.sum(), "elements": np.float64(ratio.size)}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The mean."""
+        return {"mean_gsnr": totals["ratio"] / totals["elements"] if n else np.nan}

@@ -1,0 +1,120 @@
+"""Run a captured pass again: same inputs, same random numbers, bare module, and nothing of it left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from distcockpit.capture import Captured
+from distcockpit.layers import training_batchnorms
+from distcockpit.rng import unchanged
+
+
+@contextmanager
+def replayed(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    captured: Captured,
+    batch_statistics: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> Iterator[Tensor]:
+    """The unscaled loss of a micro-batch, in a fresh graph.
+
+    Inside, buffers are copies, in-place activations are off, and batch norms named in ``batch_statistics`` hold
+    these (mean, biased variance) as constants. The global random state stays as it was.
+
+    Args:
+        model: The bare module.
+        loss_fn: The loss module.
+        captured: A micro-batch with one forward pass and one call of the loss.
+        batch_statistics: Mean and variance by name of the batch norm.
+
+    Raises:
+        RuntimeError: If the loss was not computed directly from the model's output.
+    """
+    if len(captured.passes) != 1 or len(captured.losses) != 1 or not captured.losses[0].args:
+        raise RuntimeError(
+            "Curvature and track_batchnorm=True run the step again and need one call of the model and one call of "
+            f"the loss module per micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. "
+            "Give DistCockpit the loss module (loss_fn=...), and call it once as loss_fn(model(x), y)."
+        )
+    (forward,), (call,) = captured.passes, captured.losses
+    frozen = dict(training_batchnorms(model)) if batch_statistics else {}
+    inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
+    with _private_buffers(model), unchanged(next(model.parameters()).device, forward.random_state):
+        for path, module in frozen.items():
+            module.running_mean, module.running_var = batch_statistics[path]  # type: ignore[index, assignment]
+            module.training = False
+        for module in inplace:
+            module.inplace = False  # type: ignore[assignment]
+        try:
+            with torch.enable_grad():
+                output = model(*forward.args, **forward.kwargs)
+                args = _with_new_output(call.args, forward.output, output)
+                yield loss_fn(*args, **call.kwargs)
+        finally:
+            for module in frozen.values():
+                module.training = True
+            for module in inplace:
+                module.inplace = True  # type: ignore[assignment]
+
+
+@contextmanager
+def _private_buffers(model: nn.Module) -> Iterator[None]:
+    """Let the modules work on copies of their buffers."""
+    originals = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        for module, buffers in originals:
+            module._buffers = {name: None if b is None else b.clone() for name, b in buffers.items()}
+        yield
+    finally:
+        for module, buffers in originals:
+            module._buffers = buffers
+
+
+def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
+    """The arguments of the loss with the model's output exchanged.
+
+    The wrapper around the model may hand on an alias of its output, so it is recognised by memory and shape.
+    """
+    found = 0
+
+    def exchange(leaf: Any) -> Any:
+        nonlocal found
+        if isinstance(leaf, Tensor) and isinstance(old, Tensor) and leaf.requires_grad:
+            if leaf.data_ptr() == old.data_ptr() and leaf.shape == old.shape and leaf.stride() == old.stride():
+                found += 1
+                return new
+        return leaf
+
+    exchanged = tree_map(exchange, args)
+    if found != 1:
+        raise RuntimeError(
+            "Curvature and track_batchnorm=True run the step again and need the loss to be computed directly from "
+            "the model's output, loss_fn(model(x), y). Move what stands between them into the model as a module."
+        )
+    return exchanged
+
+
+def batch_statistics(captured: Captured, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and biased variance over the local batch, by name of the batch norm.
+
+    Raises:
+        RuntimeError: If a batch norm was called more than once, or not at all.
+    """
+    found = {}
+    for path, module in training_batchnorms(model):
+        inputs = [use.input for use in captured.passes[0].uses if use.layer.module is module]
+        if len(inputs) != 1:
+            raise RuntimeError(
+                f"Layer '{path}' ({type(module).__name__}) was called {len(inputs)} times in one forward pass; "
+                "track_batchnorm=True needs exactly one call of a tracked layer."
+            )
+        axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
+        variance, mean = torch.var_mean(inputs[0], axes, correction=0)
+        found[path] = (mean, variance)
+    return found

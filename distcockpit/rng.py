@@ -1,0 +1,52 @@
+"""Random number state: take it before a forward pass, replay it later, leave the global state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of torch's CPU generator and of the generator of one accelerator, if there is one."""
+
+    cpu: Tensor
+    device: torch.device | None = None
+    accelerator: Tensor | None = None
+
+    @classmethod
+    def take(cls, device: torch.device) -> RandomState:
+        """The present state, for a model on ``device``."""
+        if device.type == "cpu":
+            return cls(torch.get_rng_state())
+        return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
+
+    def restore(self) -> None:
+        """Make this the present state."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+
+@contextmanager
+def unchanged(device: torch.device, start: RandomState | None = None) -> Iterator[None]:
+    """Leave the global random state as it was, whatever happens inside; begin from ``start`` if given."""
+    before = RandomState.take(device)
+    try:
+        if start is not None:
+            start.restore()
+        yield
+    finally:
+        before.restore()
+
+
+def set_seed(device: torch.device, seed: int) -> None:
+    """Seed the CPU generator and that of ``device``, and no other."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        with torch.get_device_module(device).device(device):
+            torch.get_device_module(device).manual_seed(seed)

@@ -1,0 +1,76 @@
+"""How a row of the store looks: the fields of a group, independent of Zarr and of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+"""Values by field name: numbers, or arrays of the field's shape."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a group; its first dimension is always ``step``.
+
+    Args:
+        dims: Names of the further dimensions.
+        long_name: What a plot writes on its axis.
+        units: Units; "1" is dimensionless.
+        description: A sentence for the reader of the store.
+        dtype: NumPy name of the type.
+        codes: Meanings of the values 0, 1, ... of a status (the CF conventions' flags).
+    """
+
+    dims: tuple[str, ...] = ()
+    long_name: str = ""
+    units: str = "1"
+    description: str = ""
+    dtype: str = "float64"
+    codes: tuple[str, ...] = ()
+
+    @property
+    def fill(self) -> float | int:
+        """What stands where nothing was written: NaN for floats, 0 for counts."""
+        return float("nan") if np.dtype(self.dtype).kind == "f" else 0
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the array, CF names."""
+        attributes: dict[str, Any] = {"long_name": self.long_name, "units": self.units}
+        if self.description:
+            attributes["description"] = self.description
+        if self.codes:
+            attributes["flag_values"] = list(range(len(self.codes)))
+            attributes["flag_meanings"] = " ".join(self.codes)
+        return attributes
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of the store: the rows of one quantity.
+
+    Args:
+        fields: Arrays by name.
+        sizes: Size of every dimension, or the labels along it.
+        attributes: Attributes of the group: description, source, options.
+    """
+
+    fields: Mapping[str, Field]
+    sizes: Mapping[str, int | Sequence[str]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def size(self, dim: str) -> int:
+        """Length of a dimension."""
+        size = self.sizes[dim]
+        return size if isinstance(size, int) else len(size)
+
+
+COORDINATES = {
+    "wall_time": Field((), "wall time at the end of the step", "seconds since 1970-01-01"),
+    "epoch": Field((), "epoch", "1", "as given to track or log, NaN where not given"),
+    "batch_size": Field((), "batch size", "samples", "samples of all ranks together", dtype="int64"),
+}
+"""Coordinates on ``step`` that every group carries."""

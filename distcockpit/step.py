@@ -1,0 +1,300 @@
+"""A tracked step: from the forward pass to the sums on their way."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from distcockpit import curvature
+from distcockpit.capture import Capture, Captured
+from distcockpit.gradients.statistics import Moments, Projection, Statistic
+from distcockpit.gradients.uses import MicroBatch
+from distcockpit.gradients.walk import walk
+from distcockpit.layers import check_batchnorm, training_batchnorms
+from distcockpit.quantities.base import LocalBatch, Quantity, Update
+from distcockpit.recorder import Result, Stamp
+from distcockpit.reduce import Layout, Pending, pack
+from distcockpit.replay import batch_statistics, replayed
+from distcockpit.selfcheck import check_gradients, check_losses
+
+if TYPE_CHECKING:
+    from distcockpit.cockpit import DistCockpit
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is kept of a step at which an update begins, until the update is known."""
+
+    stamp: Stamp
+    batches: Sequence[MicroBatch]
+    values: Mapping[str, Tensor]  # the parameters before the update
+    losses: Tensor
+    scale: float | None  # of the gradient scaler
+
+    @property
+    def inputs_changed(self) -> bool:
+        """Whether a kept input was overwritten."""
+        return any(use.inputs_changed for batch in self.batches for use in batch.uses)
+
+
+class TrackedStep:
+    """The context that ``DistCockpit.track`` returns. On an untracked step it does nothing."""
+
+    def __init__(
+        self,
+        cockpit: DistCockpit,
+        step: int,
+        epoch: float | None,
+        weight: float | None,
+        batch_size: int | None,
+    ) -> None:
+        self._cockpit, self._step, self._epoch = cockpit, step, epoch
+        self._weight, self._batch_size = weight, batch_size
+        self._active: list[Quantity] = []
+        self._update: Update | None = None
+        self._start: Start | None = None
+        self._values: dict[str, Tensor] | None = None
+        self._versions: dict[str, int] = {}
+        self.capture: Capture | None = None
+
+    def __enter__(self) -> Self:
+        if self._cockpit.begin(self, self._step):
+            self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.capture is not None:
+            self.capture.stop()
+        if not self._cockpit.end(self):
+            return
+        if kind is None and self.capture is not None:
+            self._finish(self.capture)
+
+    # -- before the forward pass ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        cockpit = self._cockpit
+        self._active = [q for q in cockpit.quantities if q.touches(self._step)]
+        start, cockpit.start = cockpit.start, None
+        if not self._active:
+            return
+        check_batchnorm(cockpit.bare, cockpit.track_batchnorm)
+        updates = [q for q in self._active if q.needs.update]
+        if start is not None and start.stamp.step == self._step - 1 and any(q.starts(self._step - 1) for q in updates):
+            self._start, self._update = start, self._project_start(start)
+        if any(q.starts(self._step) for q in updates):
+            self._values = {name: p.detach().clone() for name, p in cockpit.bare.named_parameters()}
+        self._versions = {name: p._version for name, p in cockpit.tracked.items()}
+        self.capture = Capture(
+            cockpit.bare,
+            cockpit.layers,
+            cockpit.loss_fn,
+            replay=cockpit.track_batchnorm or any(q.needs.curvature for q in self._active),
+            batch_size=self._batch_size,
+            weight=self._weight,
+            scale=1.0 if cockpit.grad_scaler is None else cockpit.grad_scaler.get_scale(),
+            watch_parameters={} if cockpit.checked else cockpit.tracked,
+        )
+        self.capture.start()
+
+    def _project_start(self, start: Start) -> Update:
+        """The update that began at ``start``, and the slopes of the start's samples along it."""
+        cockpit = self._cockpit
+        direction = {name: p.detach() - start.values[name] for name, p in cockpit.tracked.items()}
+        norm = torch.stack([d.double().square().sum() for d in direction.values()]).sum().sqrt()
+        changed = start.inputs_changed
+        slopes = Projection(direction, len(start.losses))
+        if not changed:
+            walk(start.batches, start.values, list(cockpit.tracked), [slopes])
+        scaler = cockpit.grad_scaler
+        return Update(
+            norm=norm,
+            direction=direction,
+            start_losses=start.losses,
+            start_slopes=slopes.values / norm,
+            end_slopes=slopes.values[:0],
+            start_n=start.stamp.n,
+            inputs_changed=changed,
+            skipped=start.scale is not None and scaler is not None and scaler.get_scale() < start.scale,
+        )
+
+    # -- after the backward pass ---------------------------------------------------------------------------------------
+
+    def _finish(self, capture: Capture) -> None:
+        cockpit = self._cockpit
+        riding = cockpit.userlog.take_riding(cockpit.world.size, cockpit.device)
+        record = {"step": self._step, "batch_size": 0, "weight": 0, "layout": 0, "failed": 0}
+        try:
+            captured = self._captured(capture)
+        except Exception:
+            self._report_failure(record)
+            raise
+        record["batch_size"] = sum(c.batch_size for c in captured)
+        record["weight"] = sum(c.weight for c in captured)
+        record["layout"] = _digest([q.name for q in self._active], self._update is not None, list(riding))
+        records = cockpit.world.header(record)
+        n, weight = int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records)
+        stamp = Stamp(self._step, self._epoch, time.time(), n)
+        self._send(captured, stamp, n / weight if weight else 0.0, weight, riding)
+
+    def _report_failure(self, record: dict[str, float]) -> None:
+        """Let the other ranks fail too, instead of waiting for this one."""
+        try:
+            self._cockpit.world.header({**record, "failed": 1})
+        except RuntimeError:
+            pass  # this rank's own error is the one to show
+
+    def _captured(self, capture: Capture) -> list[Captured]:
+        cockpit = self._cockpit
+        captured = capture.finish()
+        for name, version in self._versions.items():
+            if cockpit.tracked[name]._version != version:
+                raise RuntimeError(
+                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
+                    "individual gradients belong to the parameters of the forward pass."
+                )
+        if any(q.needs.losses for q in self._active):
+            for micro in captured:
+                if micro.individual_losses is None and micro.batch_size:
+                    raise RuntimeError(
+                        f"Quantities {[q.name for q in self._active if q.needs.losses]} need individual losses. Give "
+                        "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside "
+                        "`track`, with one loss per sample."
+                    )
+        if not cockpit.checked and any(c.weight for c in captured):
+            check_losses(captured)
+            if not training_batchnorms(cockpit.bare):
+                check_gradients(captured, capture.parameter_gradients, cockpit.bare, cockpit.layers, cockpit.tracked)
+            cockpit.checked = True
+        if training_batchnorms(cockpit.bare):
+            captured = [self._with_constant_statistics(c) if c.batch_size else c for c in captured]
+        return captured
+
+    def _with_constant_statistics(self, captured: Captured) -> Captured:
+        """The same micro-batch, differentiated with its batch statistics as constants."""
+        cockpit = self._cockpit
+        loss_fn = cockpit.loss_fn
+        if loss_fn is None:
+            raise RuntimeError("track_batchnorm=True needs the loss module: DistCockpit(loss_fn=...).")
+        statistics = batch_statistics(captured, cockpit.bare)
+        again = Capture(cockpit.bare, cockpit.layers, loss_fn, replay=True, batch_size=captured.batch_size)
+        again.start()
+        try:
+            with replayed(cockpit.bare, loss_fn, captured, statistics) as loss:
+                torch.autograd.grad(loss, [p for p in cockpit.bare.parameters() if p.requires_grad], allow_unused=True)
+        finally:
+            again.stop()
+        (result,) = again.finish()
+        result.weight = captured.weight
+        return result
+
+    def _send(
+        self,
+        captured: Sequence[Captured],
+        stamp: Stamp,
+        samples_per_weight: float,
+        weight: float,
+        riding: Mapping[str, Tensor],
+    ) -> None:
+        """Everything that is summed: computed, packed, and sent on its way."""
+        cockpit = self._cockpit
+        curvatures = self._curvatures(captured, weight)
+        batches = [micro.scaled(samples_per_weight) for micro in captured]
+        losses = torch.cat([_losses(micro, samples_per_weight, cockpit.device) for micro in captured])
+        parameters = {name: p.detach() for name, p in cockpit.tracked.items()}
+        statistics = {q.name: q.statistics(self._step, parameters, cockpit.memory_of(q)) for q in self._active}
+        shared: list[Statistic] = []
+        moments = projection = None
+        if any(q.needs.elementwise for q in self._active):
+            shared.append(moments := Moments(parameters))
+        if self._update is not None:
+            shared.append(projection := Projection(self._update.direction, len(losses)))
+        values = {name: p.detach() for name, p in cockpit.bare.named_parameters()}
+        own = [statistic for wanted in statistics.values() for statistic in wanted.values()]
+        walk(batches, values, list(parameters), shared + own)
+        if self._update is not None and projection is not None:
+            self._update = self._update.ending(projection.values / self._update.norm)
+        outputs = _output_gradients(batches, cockpit.facts.leaves)
+
+        def seen_by(quantity: Quantity) -> LocalBatch:
+            return LocalBatch(
+                model=cockpit.facts,
+                step=self._step,
+                n=stamp.n,
+                local_n=len(losses),
+                rank=cockpit.world.rank,
+                world_size=cockpit.world.size,
+                losses=losses,
+                parameters=parameters,
+                statistics=statistics[quantity.name],
+                output_gradients=outputs,
+                curvature=curvatures,
+                update=self._update if quantity.starts(self._step - 1) else None,
+            )
+
+        sums = {
+            f"{q.name}/{key}": value
+            for q in self._active
+            for key, value in q.local(seen_by(q), cockpit.memory_of(q)).items()
+        }
+        sums |= {f"log/{name}": value for name, value in riding.items()}
+        rows = [(q, self._start.stamp if q.needs.update and self._start else stamp) for q in self._active]
+        cockpit.send(
+            Result(
+                stamp,
+                rows,
+                Layout.of(sums),
+                cockpit.world.sum(pack(sums, cockpit.device)),
+                None if moments is None else self._send_elementwise(moments),
+            )
+        )
+        if self._values is not None:
+            scaler = cockpit.grad_scaler
+            cockpit.start = Start(stamp, batches, self._values, losses, None if scaler is None else scaler.get_scale())
+
+    def _send_elementwise(self, moments: Moments) -> Pending:
+        parts = {"first": moments.first, "second": moments.second}
+        flat = {f"{kind}/{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
+        return self._cockpit.world.sum(pack(flat, self._cockpit.device))
+
+    def _curvatures(self, captured: Sequence[Captured], weight: float) -> dict[curvature.Curvature, dict[str, Tensor]]:
+        """This rank's part of each pooled diagonal: sum over micro-batches of (w/W) h."""
+        cockpit = self._cockpit
+        wanted = {q.needs.curvature for q in self._active if q.needs.curvature is not None}
+        result = {}
+        for kind in wanted:
+            seeds = [_digest(kind.seed, self._step, cockpit.world.rank, i) for i in range(len(captured))]
+            assert cockpit.loss_fn is not None  # checked at construction
+            total = curvature.diagonal(kind, cockpit.bare, cockpit.loss_fn, captured, seeds)
+            result[kind] = {name: h / weight if weight else h for name, h in total.items()}
+        return result
+
+
+def _losses(micro: Captured, samples_per_weight: float, device: torch.device) -> Tensor:
+    """Individual losses of a micro-batch in the pooled meaning; zero where it has no weight."""
+    if micro.individual_losses is None or not micro.weight:
+        return torch.zeros(micro.batch_size, dtype=torch.float64, device=device)
+    return micro.individual_losses * samples_per_weight
+
+
+def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
+    gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
+    for batch in batches:
+        for use in batch.uses:
+            if use.layer.path in gradients:
+                gradients[use.layer.path] += use.output_gradients.values()
+    return gradients
+
+
+def _digest(*facts: Any) -> int:
+    """A number below 2^32 (exact in float64) that differs where the facts do."""
+    return zlib.crc32(repr(facts).encode())

@@ -1,0 +1,103 @@
+"""The scalars that a training script logs: checked, merged by step, pooled where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcockpit.schema import COORDINATES
+
+REDUCTIONS = (None, "mean", "sum")
+RESERVED = ("step", *COORDINATES)
+
+
+@dataclass
+class LogEntry:
+    """Scalars of one step; on their way to one row of the store."""
+
+    step: int
+    epoch: float | None
+    wall_time: float
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Riding:
+    """A scalar that waits for the next exchange between ranks."""
+
+    step: int
+    name: str
+    reduce: str
+    value: Tensor | float
+
+
+class UserLog:
+    """One rank's log calls. Rank 0 collects entries; values to be pooled wait on every rank."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, LogEntry] = {}  # not handed on yet, by step
+        self._riding: list[Riding] = []
+        self._last_step = -1
+        self._written_step = -1
+
+    def add(
+        self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
+    ) -> None:
+        """Take the scalars of one call, see ``DistCockpit.log``."""
+        if step < self._last_step:
+            raise ValueError(f"log(step={step}): steps must not fall; the latest was {self._last_step}.")
+        if step <= self._written_step:
+            raise ValueError(f"log(step={step}): its row is already in the store, since flush() came in between.")
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"log(reduce={reduce!r}): must be one of {list(REDUCTIONS)}.")
+        for name, value in scalars.items():
+            _check(name, value)
+        self._last_step = step
+        entry = self.entries.setdefault(step, LogEntry(step, epoch, wall_time))
+        entry.epoch = epoch if epoch is not None else entry.epoch
+        kept = {n: v.detach().clone() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
+        if reduce is None:
+            entry.values.update(kept)
+        else:
+            self._riding += [Riding(step, name, reduce, value) for name, value in kept.items()]
+
+    def take_riding(self, world_size: int, device: torch.device) -> dict[str, Tensor]:
+        """The values that ride in this exchange, as sums by ``step/name``, already divided for a mean."""
+        sums = {
+            f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
+            / (world_size if r.reduce == "mean" else 1)
+            for r in self._riding
+        }
+        self._riding.clear()
+        return sums
+
+    @property
+    def is_riding(self) -> bool:
+        """Whether values wait for an exchange."""
+        return bool(self._riding)
+
+    def take_complete(self, *, everything: bool = False) -> list[LogEntry]:
+        """Entries that will not change any more: older than the latest step and than all that is riding."""
+        open_from = min([r.step for r in self._riding] + [self._last_step])
+        done = [step for step in sorted(self.entries) if everything or step < open_from]
+        if done:
+            self._written_step = done[-1]
+        return [self.entries.pop(step) for step in done]
+
+
+def _check(name: str, value: Any) -> None:
+    if name in RESERVED or "/" in name or name.startswith("__"):
+        raise ValueError(
+            f"log({name}=...): the name must not be one of {list(RESERVED)}, contain '/', or begin with '__'; it "
+            "names an array in the group 'log'."
+        )
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return
+    if not isinstance(value, Real):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"log({name}={what}): must be a number or a tensor with one element.")

@@ -1,0 +1,106 @@
+"""The background thread of rank 0: waits for totals, finalizes quantities, appends rows, commits."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from distcockpit.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+QUEUE_STEPS = 256  # tracked steps that may wait; the training thread waits when the disk is that far behind
+EXIT_SECONDS = 30.0
+
+
+class Writer:
+    """Runs jobs in order on a daemon thread, so that training never waits for the disk.
+
+    A job is a callable that takes the store and says whether a commit is due.
+
+    Args:
+        store: The run's store.
+        flush_seconds: Longest time between two commits while rows wait.
+    """
+
+    def __init__(self, store: RunStore, flush_seconds: float = 30.0) -> None:
+        self._store, self._flush_seconds = store, flush_seconds
+        self._jobs: queue.Queue[Callable[[RunStore], bool] | None] = queue.Queue(QUEUE_STEPS)
+        self._pid = os.getpid()
+        self._closed = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def submit(self, job: Callable[[RunStore], bool]) -> None:
+        """Run ``job`` on the thread."""
+        if os.getpid() == self._pid and not self._closed:
+            self._jobs.put(job)
+
+    def flush(self) -> None:
+        """Wait until all that was submitted is committed."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        done = threading.Event()
+
+        def job(store: RunStore) -> bool:
+            self._commit()
+            done.set()
+            return False
+
+        self._jobs.put(job)
+        done.wait()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is there and end the thread. Calling it again does nothing."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self.close(EXIT_SECONDS)
+
+    def _run(self) -> None:
+        last_commit, waiting = time.monotonic(), False
+        while True:
+            due = max(0.0, last_commit + self._flush_seconds - time.monotonic())
+            try:
+                job = self._jobs.get(timeout=due if waiting else None)
+            except queue.Empty:
+                job = _commit_now
+            if job is None:
+                break
+            try:
+                commit_due = job(self._store)
+                waiting = True
+            except Exception as error:  # a fault here must not end the training
+                self._report(error, "a row of the store could not be computed")
+                commit_due = False
+            if commit_due or time.monotonic() - last_commit >= self._flush_seconds:
+                self._commit()
+                last_commit, waiting = time.monotonic(), False
+        self._commit("closed")
+
+    def _commit(self, state: str = "running") -> None:
+        try:
+            self._store.commit(state)
+        except Exception as error:
+            self._report(error, f"{self._store.path} could not be written; its rows are kept and tried again")
+
+    def _report(self, error: Exception, what: str) -> None:
+        if self.error is None:
+            logger.warning("distcockpit: %s (%s: %s).", what, type(error).__name__, error)
+        self.error = error
+
+
+def _commit_now(store: RunStore) -> bool:
+    return True
