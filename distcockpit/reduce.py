@@ -106,6 +106,9 @@ class World:
             return
         ranks = dist.get_process_group_ranks(group)
         among_themselves = len(ranks) < dist.get_world_size()
+        # Groups made among themselves get a name from their ranks; torch reuses the name, and with it stale addresses,
+        # once such a group is destroyed. They stay until torch.distributed ends.
+        self._keep_groups = among_themselves
         self._header = dist.new_group(ranks, backend="gloo", use_local_synchronization=among_themselves)
         self._sums = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=among_themselves)
 
@@ -160,7 +163,7 @@ class World:
 
     def close(self) -> None:
         """Give the process groups back. Every rank must have waited for its sums."""
-        if self._header is not None and dist.is_initialized():
+        if self._header is not None and dist.is_initialized() and not self._keep_groups:
             for group in (self._header, self._sums):
                 dist.destroy_process_group(group)
         self._header = self._sums = None

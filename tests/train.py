@@ -1,0 +1,101 @@
+"""A small training run with distcockpit on, as a user would write it; runs on every rank of a test."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import cases
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distcockpit import DistCockpit, every
+from distcockpit.quantities import Alpha, GradHist1d, GradHist2d, HessTrace, MeanGSNR, OutputGradientGeometry
+
+SHARDINGS = {
+    "one": [24],
+    "even 2": [12, 12],
+    "uneven 2": [17, 7],
+    "even 4": [6, 6, 6, 6],
+    "uneven 4": [13, 6, 4, 1],
+    "empty rank": [11, 0, 9, 4],
+}
+
+
+def six() -> list[Any]:
+    return [
+        GradHist1d(range=(-0.5, 0.5), bins=60),
+        GradHist2d(bins=(20, 24), range=((-0.3, 0.3), (-0.4, 0.4)), keep_individual=True),
+        MeanGSNR(),
+        Alpha(),
+        OutputGradientGeometry(),
+        HessTrace(),
+        HessTrace(curvature="diag_ggn_exact", name="ggn_trace"),
+    ]
+
+
+def without_curvature() -> list[Any]:
+    return [q for q in six() if not isinstance(q, HessTrace)]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One training run."""
+
+    store: str
+    model: str = "mlp"
+    loss: str = "mean"
+    optimizer: str = "sgd"
+    shards: tuple[int, ...] = (24,)
+    steps: int = 3
+    accumulate: int = 1  # micro-batches per step; their unequal sizes come from np.array_split
+    no_sync: bool = False
+    factor: float = 1.0  # on the loss, as a gradient scaler has it
+    backwards: int = 1  # backward calls on the same loss
+    options: dict[str, Any] = field(default_factory=dict)  # of DistCockpit
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    x, y = cases.data(spec.model, spec.loss, step, sum(spec.shards))
+    first = sum(spec.shards[:rank])
+    return x[first : first + spec.shards[rank]], y[first : first + spec.shards[rank]]
+
+
+def train(rank: int, size: int, group: Any, spec: Spec, quantities: str = "six") -> list[dict[str, Tensor]]:
+    """Train and return the parameters and buffers before each step, and after the last."""
+    net = cases.initialised(spec.model)
+    model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
+    loss_fn, optimizer = cases.LOSSES[spec.loss].module(), make_optimizer(spec.optimizer, net)
+    chosen = six() if quantities == "six" else without_curvature()
+    states = []
+    options = {"quantities": chosen, "schedule": every(1), **spec.options}
+    with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:
+        for step in range(spec.steps):
+            states.append({k: v.detach().clone() for k, v in net.state_dict().items()})
+            x, y = shard(spec, rank, step)
+            optimizer.zero_grad()
+            with cockpit.track(step, epoch=step // 2):
+                parts = list(zip(x.tensor_split(spec.accumulate), y.tensor_split(spec.accumulate), strict=True))
+                for i, (part, target) in enumerate(parts):
+                    local = spec.no_sync and group is not None and i < len(parts) - 1
+                    with model.no_sync() if local else contextlib.nullcontext():
+                        loss = loss_fn(cockpit(part), target) * spec.factor / spec.accumulate
+                        for k in range(spec.backwards):
+                            loss.backward(retain_graph=k < spec.backwards - 1)
+            for p in net.parameters():
+                if p.grad is not None:
+                    p.grad /= spec.factor * spec.backwards
+                    if cases.LOSSES[spec.loss].module().reduction == "sum":
+                        p.grad /= sum(spec.shards)
+            optimizer.step()
+        states.append({k: v.detach().clone() for k, v in net.state_dict().items()})
+    return states
