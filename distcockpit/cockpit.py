@@ -156,7 +156,11 @@ class DistCockpit:
         return facts
 
     def _agree(self, problem: Exception | None, description: dict[str, str]) -> None:
-        """Raise on every rank if one of them has a problem, or they differ."""
+        """Raise on every rank if one of them has a problem, or they differ.
+
+        Raises:
+            RuntimeError: If another rank has a problem, or is constructed otherwise.
+        """
         shared = self.world.share((None if problem is None else f"{problem}", description))
         if problem is not None:
             raise problem
@@ -286,7 +290,13 @@ class DistCockpit:
     # -- between the steps ---------------------------------------------------------------------------------------------
 
     def begin(self, tracked: TrackedStep, step: int) -> bool:
-        """Check a step that begins; says whether the cockpit is on."""
+        """Check a step that begins; says whether the cockpit is on.
+
+        Raises:
+            RuntimeError: If the cockpit is closed, another step has not ended, or the store could not be written.
+            TypeError: If the step is no integer.
+            ValueError: If it does not grow.
+        """
         if not self._enabled:
             return False
         if self._closed:

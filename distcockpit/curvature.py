@@ -8,7 +8,7 @@ taken off again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from backpack import backpack, extend, extensions
 from backpack.context import CTX
 from torch import Tensor, nn
 
-from distcockpit.capture import Captured
+from distcockpit.captured import Captured
 from distcockpit.replay import replayed
 from distcockpit.rng import set_seed
 
@@ -67,10 +67,11 @@ def check_support(curvature: Curvature, model: nn.Module, loss_fn: nn.Module | N
                 f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}({option}=...): BackPACK "
                 f"has no second derivative for it. Use a loss without {option}. {way_out}"
             )
-    if getattr(loss_fn, "ignore_index", -100) != -100:
+    ignored = getattr(loss_fn, "ignore_index", -100)
+    if ignored != -100:
         raise ValueError(
             f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}(ignore_index="
-            f"{loss_fn.ignore_index}): BackPACK has no second derivative for it. {way_out}"
+            f"{ignored}): BackPACK has no second derivative for it. {way_out}"
         )
     owner: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
@@ -125,7 +126,7 @@ def diagonal(
                 torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         for name, parameter in trainable.items():
             if hasattr(parameter, extension.savefield):
-                total[name] += getattr(parameter, extension.savefield).double() * micro.divisor
+                total[name] += getattr(parameter, extension.savefield).double() * micro.scale.divisor
                 delattr(parameter, extension.savefield)
     return total
 
@@ -171,7 +172,7 @@ class _Chain:
 
 
 @contextmanager
-def _extended(model: nn.Module, loss_fn: nn.Module) -> Iterator[_Chain]:
+def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[_Chain, None, None]:
     """BackPACK's hooks, and ours that check the chain, on the leaf modules and the loss; off again at the end."""
     chain, leaves, before = _Chain(), list(_leaves(model)), len(CTX.hook_handles)
     handles = []
@@ -194,11 +195,11 @@ def _extended(model: nn.Module, loss_fn: nn.Module) -> Iterator[_Chain]:
                 del module.__dict__[name]
 
 
-def _before(chain: _Chain, path: str, which: slice):  # noqa: ANN202
+def _before(chain: _Chain, path: str, which: slice) -> Callable[..., None]:
     return lambda module, args: chain.before(path, args[which])
 
 
-def _after(chain: _Chain, path: str):  # noqa: ANN202
+def _after(chain: _Chain, path: str) -> Callable[..., None]:
     return lambda module, args, output: chain.after(path, output)
 
 

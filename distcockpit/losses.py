@@ -42,7 +42,7 @@ def decompose(loss_fn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     Raises:
         ValueError: If the terms cannot be told apart by sample.
     """
-    unreduced = copy.copy(loss_fn)
+    unreduced: Any = copy.copy(loss_fn)
     unreduced.reduction = "none"
     terms = unreduced.forward(*args, **kwargs)
     if batch_size == 0:

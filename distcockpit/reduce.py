@@ -1,4 +1,6 @@
-"""What crosses ranks: the agreement at the start, the header of a step, the sums. A world of one needs no process group.
+"""What crosses ranks: the agreement at the start, the header of a step, the sums.
+
+A world of one needs no process group.
 
 The only file that uses torch.distributed. A tracked step makes two exchanges, or three when a quantity needs
 element-wise pooled vectors:

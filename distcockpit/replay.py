@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from distcockpit.capture import Captured
+from distcockpit.captured import Captured
 from distcockpit.layers import training_batchnorms
 from distcockpit.rng import unchanged
 
@@ -21,7 +21,7 @@ def replayed(
     loss_fn: nn.Module,
     captured: Captured,
     batch_statistics: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """The unscaled loss of a micro-batch, in a fresh graph.
 
     Inside, buffers are copies, in-place activations are off, and batch norms named in ``batch_statistics`` hold
@@ -47,7 +47,7 @@ def replayed(
     inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     with _private_buffers(model), unchanged(next(model.parameters()).device, forward.random_state):
         for path, module in frozen.items():
-            module.running_mean, module.running_var = batch_statistics[path]  # type: ignore[index, assignment]
+            module.running_mean, module.running_var = (batch_statistics or {})[path]
             module.training = False
         for module in inplace:
             module.inplace = False  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def replayed(
 
 
 @contextmanager
-def _private_buffers(model: nn.Module) -> Iterator[None]:
+def _private_buffers(model: nn.Module) -> Generator[None, None, None]:
     """Let the modules work on copies of their buffers."""
     originals = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
@@ -80,6 +80,9 @@ def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ..
     """The arguments of the loss with the model's output exchanged.
 
     The wrapper around the model may hand on an alias of its output, so it is recognised by memory and shape.
+
+    Raises:
+        RuntimeError: If the output is not among the arguments.
     """
     found = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class RandomState:
 
 
 @contextmanager
-def unchanged(device: torch.device, start: RandomState | None = None) -> Iterator[None]:
+def unchanged(device: torch.device, start: RandomState | None = None) -> Generator[None, None, None]:
     """Leave the global random state as it was, whatever happens inside; begin from ``start`` if given."""
     before = RandomState.take(device)
     try:

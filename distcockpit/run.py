@@ -46,7 +46,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
             f"path={os.fspath(path)!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
             "Install a newer distcockpit."
         )
-    return xr.open_datatree(path, engine="zarr")  # type: ignore[arg-type]
+    return xr.open_datatree(path, engine="zarr")
 
 
 def _quantile(q: float) -> Callable[[xr.DataArray], xr.DataArray]:

@@ -25,6 +25,7 @@ class Every:
             raise ValueError(f"every(offset={self.offset!r}): offset must be an integer of at least 0.")
 
     def __call__(self, step: int) -> bool:
+        """Whether ``step`` is tracked."""
         return step >= self.offset and (step - self.offset) % self.n == 0
 
 
@@ -35,6 +36,7 @@ class AtSteps:
     steps: frozenset[int]
 
     def __call__(self, step: int) -> bool:
+        """Whether ``step`` is tracked."""
         return step in self.steps
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture import Captured
+from distcockpit.captured import Captured
 from distcockpit.gradients.statistics import Moments
 from distcockpit.gradients.uses import Layer, MicroBatch
 from distcockpit.gradients.walk import walk
@@ -29,7 +29,7 @@ def check_losses(captured: Sequence[Captured]) -> None:
     """
     for micro in captured:
         for call in micro.losses:
-            if not call.args or not micro.weight:
+            if call.recorded or not micro.weight:
                 continue
             expected = float(call.decomposition.individual.sum() / call.decomposition.divisor)
             if abs(expected - float(call.value)) > LOSS_TOLERANCE * max(1e-3, abs(float(call.value))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from distcockpit import curvature
-from distcockpit.capture import Capture, Captured
+from distcockpit.capture import Capture
+from distcockpit.captured import Captured, Loss
 from distcockpit.gradients.statistics import Moments, Projection, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.layers import check_batchnorm, training_batchnorms
 from distcockpit.quantities.base import LocalBatch, Quantity, Update
 from distcockpit.recorder import Result, Stamp
-from distcockpit.reduce import Layout, Pending, pack
+from distcockpit.reduce import HEADER, Layout, Pending, pack
 from distcockpit.replay import batch_statistics, replayed
 from distcockpit.selfcheck import check_gradients, check_losses
 
@@ -97,12 +98,10 @@ class TrackedStep:
         self.capture = Capture(
             cockpit.bare,
             cockpit.layers,
-            cockpit.loss_fn,
+            Loss(cockpit.loss_fn, self._weight, self._scale_of_mixed_precision() or 1.0),
             replay=cockpit.track_batchnorm or any(q.needs.curvature for q in self._active),
             batch_size=self._batch_size,
-            weight=self._weight,
-            scale=1.0 if cockpit.grad_scaler is None else cockpit.grad_scaler.get_scale(),
-            watch_parameters={} if cockpit.checked else cockpit.tracked,
+            watch={} if cockpit.checked else cockpit.tracked,
         )
         self.capture.start()
 
@@ -115,7 +114,7 @@ class TrackedStep:
         slopes = Projection(direction, len(start.losses))
         if not changed:
             walk(start.batches, start.values, list(cockpit.tracked), [slopes])
-        scaler = cockpit.grad_scaler
+        scale = self._scale_of_mixed_precision()
         return Update(
             norm=norm,
             direction=direction,
@@ -124,15 +123,19 @@ class TrackedStep:
             end_slopes=slopes.values[:0],
             start_n=start.stamp.n,
             inputs_changed=changed,
-            skipped=start.scale is not None and scaler is not None and scaler.get_scale() < start.scale,
+            skipped=start.scale is not None and scale is not None and scale < start.scale,
         )
+
+    def _scale_of_mixed_precision(self) -> float | None:
+        scaler = self._cockpit.grad_scaler
+        return None if scaler is None else scaler.get_scale()
 
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _finish(self, capture: Capture) -> None:
         cockpit = self._cockpit
         riding = cockpit.userlog.take_riding(cockpit.world.size, cockpit.device)
-        record = {"step": self._step, "batch_size": 0, "weight": 0, "layout": 0, "failed": 0}
+        record = {name: 0.0 for name in HEADER} | {"step": self._step}
         try:
             captured = self._captured(capture)
         except Exception:
@@ -164,7 +167,7 @@ class TrackedStep:
                 )
         if any(q.needs.losses for q in self._active):
             for micro in captured:
-                if micro.individual_losses is None and micro.batch_size:
+                if micro.scale.individual is None and micro.batch_size:
                     raise RuntimeError(
                         f"Quantities {[q.name for q in self._active if q.needs.losses]} need individual losses. Give "
                         "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside "
@@ -180,13 +183,17 @@ class TrackedStep:
         return captured
 
     def _with_constant_statistics(self, captured: Captured) -> Captured:
-        """The same micro-batch, differentiated with its batch statistics as constants."""
+        """The same micro-batch, differentiated with its batch statistics as constants.
+
+        Raises:
+            RuntimeError: If there is no loss module to run again.
+        """
         cockpit = self._cockpit
         loss_fn = cockpit.loss_fn
         if loss_fn is None:
             raise RuntimeError("track_batchnorm=True needs the loss module: DistCockpit(loss_fn=...).")
         statistics = batch_statistics(captured, cockpit.bare)
-        again = Capture(cockpit.bare, cockpit.layers, loss_fn, replay=True, batch_size=captured.batch_size)
+        again = Capture(cockpit.bare, cockpit.layers, Loss(loss_fn), replay=True, batch_size=captured.batch_size)
         again.start()
         try:
             with replayed(cockpit.bare, loss_fn, captured, statistics) as loss:
@@ -194,8 +201,7 @@ class TrackedStep:
         finally:
             again.stop()
         (result,) = again.finish()
-        result.weight = captured.weight
-        return result
+        return replace(result, scale=replace(result.scale, weight=captured.scale.weight))
 
     def _send(
         self,
@@ -209,7 +215,7 @@ class TrackedStep:
         cockpit = self._cockpit
         curvatures = self._curvatures(captured, weight)
         batches = [micro.scaled(samples_per_weight) for micro in captured]
-        losses = torch.cat([_losses(micro, samples_per_weight, cockpit.device) for micro in captured])
+        losses = torch.cat([micro.individual_losses(samples_per_weight, cockpit.device) for micro in captured])
         parameters = {name: p.detach() for name, p in cockpit.tracked.items()}
         statistics = {q.name: q.statistics(self._step, parameters, cockpit.memory_of(q)) for q in self._active}
         shared: list[Statistic] = []
@@ -258,8 +264,7 @@ class TrackedStep:
             )
         )
         if self._values is not None:
-            scaler = cockpit.grad_scaler
-            cockpit.start = Start(stamp, batches, self._values, losses, None if scaler is None else scaler.get_scale())
+            cockpit.start = Start(stamp, batches, self._values, losses, self._scale_of_mixed_precision())
 
     def _send_elementwise(self, moments: Moments) -> Pending:
         parts = {"first": moments.first, "second": moments.second}
@@ -277,13 +282,6 @@ class TrackedStep:
             total = curvature.diagonal(kind, cockpit.bare, cockpit.loss_fn, captured, seeds)
             result[kind] = {name: h / weight if weight else h for name, h in total.items()}
         return result
-
-
-def _losses(micro: Captured, samples_per_weight: float, device: torch.device) -> Tensor:
-    """Individual losses of a micro-batch in the pooled meaning; zero where it has no weight."""
-    if micro.individual_losses is None or not micro.weight:
-        return torch.zeros(micro.batch_size, dtype=torch.float64, device=device)
-    return micro.individual_losses * samples_per_weight
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:

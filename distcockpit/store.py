@@ -27,7 +27,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import zarr
@@ -42,7 +42,8 @@ CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
 
-_BLOSC = {"cname": "lz4", "clevel": 5}
+COMPRESSOR: Final = "lz4"
+LEVEL: Final = 5
 
 
 class Column:
@@ -54,7 +55,7 @@ class Column:
         self._fill = fill
         chunk_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
         self._tail = np.full(chunk_shape, fill, dtype=document["data_type"])
-        self._blosc = Blosc(**_BLOSC, shuffle=Blosc.SHUFFLE)
+        self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
         self._full: dict[str, bytes] = {}
         self._dirty = False
 
@@ -176,7 +177,9 @@ class RunStore:
                 dtype=field.dtype,
                 fill_value=fill,
                 dimension_names=("step", *field.dims),
-                compressors=BloscCodec(**_BLOSC, shuffle="shuffle", typesize=np.dtype(field.dtype).itemsize),
+                compressors=BloscCodec(
+                    cname=COMPRESSOR, clevel=LEVEL, shuffle="shuffle", typesize=np.dtype(field.dtype).itemsize
+                ),
                 attributes=attributes,
             )
         )
@@ -186,7 +189,7 @@ class RunStore:
 
     def _add_labels(self, group_name: str, dim: str, labels: list[str]) -> None:
         def create(root: zarr.Group) -> None:
-            array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,))  # type: ignore[arg-type]
+            array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,))
             array[:] = np.array(labels, dtype=object)
 
         documents = _documents(create)

@@ -48,7 +48,11 @@ class UserLog:
     def add(
         self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
     ) -> None:
-        """Take the scalars of one call, see ``DistCockpit.log``."""
+        """Take the scalars of one call, see ``DistCockpit.log``.
+
+        Raises:
+            ValueError: If the step falls or is written already, or a name or ``reduce`` is not allowed.
+        """
         if step < self._last_step:
             raise ValueError(f"log(step={step}): steps must not fall; the latest was {self._last_step}.")
         if step <= self._written_step:

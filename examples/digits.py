@@ -1,7 +1,7 @@
 """Train on scikit-learn's handwritten digits (1,797 real images, no download) with distcockpit switched on.
 
-    torchrun --nproc_per_node=4 examples/digits.py --store runs/digits.zarr
-    python examples/digits.py --store runs/digits.zarr          # the same as a world of one
+torchrun --nproc_per_node=4 examples/digits.py --store runs/digits.zarr
+python examples/digits.py --store runs/digits.zarr          # the same as a world of one
 """
 
 from __future__ import annotations

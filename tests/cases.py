@@ -34,8 +34,13 @@ def cnn() -> nn.Module:
 
 def tokens() -> nn.Module:
     """Linear layers with a sequence axis, embedding, norm, recurrence: closed forms, and generic blocks."""
-    return nn.Sequential(nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), TakeFirst(nn.GRU(6, 6, batch_first=True)),
-                         nn.Linear(6, 5), Transpose())
+    return nn.Sequential(
+        nn.Embedding(7, 6, padding_idx=0),
+        nn.LayerNorm(6),
+        TakeFirst(nn.GRU(6, 6, batch_first=True)),
+        nn.Linear(6, 5),
+        Transpose(),
+    )
 
 
 class TakeFirst(nn.Module):
@@ -105,6 +110,7 @@ class EvalBatchNorm(nn.Sequential):
         super().__init__(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 5))
         self[1].running_mean.copy_(torch.tensor([0.1, -0.2, 0.3]))
         self[1].running_var.copy_(torch.tensor([0.5, 1.5, 2.0]))
+        self.train()
 
     def train(self, mode: bool = True) -> EvalBatchNorm:
         super().train(mode)

@@ -67,9 +67,7 @@ def batch(model: nn.Module, state: dict[str, Tensor], terms, x: Tensor, y: Tenso
     n, total = len(x), sum(weights)
     return Batch(
         losses=np.array(losses) * n / total,
-        gradients={
-            name: torch.stack([row[k] for row in rows]).numpy() * n / total for k, name in enumerate(names)
-        },
+        gradients={name: torch.stack([row[k] for row in rows]).numpy() * n / total for k, name in enumerate(names)},
         outputs={path: torch.stack(g).numpy() / total for path, g in outputs.items() if g},
         parameters={name: p.detach().numpy() for name, p in zip(names, parameters, strict=True)},
     )

@@ -97,7 +97,7 @@ def check_grad_hist_2d(row: xr.Dataset, batch: oracle.Batch) -> None:
 def check_geometry(row: xr.Dataset, batch: oracle.Batch, previous: oracle.Batch | None, step: int) -> None:
     expected = oracle.output_geometry(batch, previous)
     reached = [layer for layer in row["layer"].values if layer in expected]
-    assert len(reached) >= 2
+    assert len(reached) >= 1
     for layer in reached:
         norm, cosine = expected[layer]
         assert norm > 1e-6

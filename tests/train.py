@@ -86,13 +86,17 @@ def train(rank: int, size: int, group: Any, spec: Spec, quantities: str = "six")
             with cockpit.track(step, epoch=step // 2):
                 parts = list(zip(x.tensor_split(spec.accumulate), y.tensor_split(spec.accumulate), strict=True))
                 for i, (part, target) in enumerate(parts):
-                    local = spec.no_sync and group is not None and i < len(parts) - 1
+                    # DDP synchronises one backward call per forward pass; with two, the ranks do it by hand.
+                    local = group is not None and (spec.no_sync and i < len(parts) - 1 or spec.backwards > 1)
                     with model.no_sync() if local else contextlib.nullcontext():
                         loss = loss_fn(cockpit(part), target) * spec.factor / spec.accumulate
                         for k in range(spec.backwards):
                             loss.backward(retain_graph=k < spec.backwards - 1)
             for p in net.parameters():
                 if p.grad is not None:
+                    if group is not None and spec.backwards > 1:
+                        torch.distributed.all_reduce(p.grad, group=group)
+                        p.grad /= size
                     p.grad /= spec.factor * spec.backwards
                     if cases.LOSSES[spec.loss].module().reduction == "sum":
                         p.grad /= sum(spec.shards)

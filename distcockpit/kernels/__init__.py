@@ -14,6 +14,8 @@ All functions return int64 counts on the device of their input.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -136,5 +138,5 @@ def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor,
     return _implementation(x).count_outer_2d(delta, x, limits, columns, n_columns)
 
 
-def _implementation(values: Tensor):  # noqa: ANN202 - two modules with the same functions
+def _implementation(values: Tensor) -> ModuleType:
     return numba_cpu if numba_cpu is not None and values.device.type == "cpu" else reference

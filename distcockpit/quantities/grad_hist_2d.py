@@ -75,7 +75,8 @@ class GradHist2d(Quantity):
     def with_schedule(self, schedule: Schedule) -> Quantity:
         """The adaptations take over the schedule as well."""
         mine = self.schedule or schedule
-        adapt = tuple(with_schedule(adapt, mine) for adapt in self.adapt)
+        gradient, parameter = self.adapt
+        adapt = (with_schedule(gradient, mine), with_schedule(parameter, mine))
         return dataclasses.replace(self, schedule=mine, adapt=adapt)
 
     def touches(self, step: int) -> bool:

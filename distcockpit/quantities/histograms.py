@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from distcockpit.schedules import Schedule
 
 Range = tuple[float, float]
 Adaptation = GradAbsMax | ParamAbsMax | None
+A = TypeVar("A", GradAbsMax | None, ParamAbsMax | None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Axis:
 
     def edges(self, memory: dict[str, Any]) -> np.ndarray:
         """The edges in force."""
-        return bin_edges(*memory.get(f"{self.key}_range", self.range), self.bins)
+        low, high = memory.get(f"{self.key}_range", self.range)
+        return bin_edges(low, high, self.bins)
 
     def measures(self, step: int) -> bool:
         """Whether the adaptation measures at ``step``."""
@@ -81,7 +83,7 @@ class Axis:
         return {f"{self.key}_largest": batch.slot(batch.vector([statistic.value])[0])}  # type: ignore[attr-defined]
 
 
-def with_schedule(adapt: Adaptation, schedule: Schedule) -> Adaptation:
+def with_schedule(adapt: A, schedule: Schedule) -> A:
     """The adaptation, at the histogram's steps where it has no schedule of its own."""
     return adapt if adapt is None or adapt.schedule is not None else dataclasses.replace(adapt, schedule=schedule)
 

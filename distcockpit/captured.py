@@ -1,0 +1,249 @@
+"""What the hooks collected in a tracked step, and what it means: micro-batches with their weights and scales.
+
+**Unscaling happens here, once.** Autograd delivers ``c / w`` times the gradient of ``sum_i l_i``: ``w`` is what the
+loss divided by, ``c`` the gradient that reached the loss (1, an AMP scale, 1 / accumulation steps). The output
+gradients of a micro-batch are multiplied by ``(N / W) w / c``, and from then on every formula reads like its paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distcockpit.gradients.uses import MicroBatch, Use
+from distcockpit.losses import Decomposition, is_decomposable
+from distcockpit.rng import RandomState
+
+
+@dataclass
+class ForwardPass:
+    """One call of the whole model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch_size: int
+    random_state: RandomState | None
+    uses: list[Use] = field(default_factory=list)
+    output: Any = None
+    factor: Tensor | None = None  # gradient that reached the scalar output, if there is one
+
+    @property
+    def went_backward(self) -> bool:
+        """Whether any output gradient arrived."""
+        return any(use.output_gradients for use in self.uses)
+
+
+@dataclass
+class LossCall:
+    """One call of the loss module, or of ``record_losses``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    decomposition: Decomposition
+    value: Tensor
+    recorded: bool = False
+    factor: Tensor | None = None  # gradient that reached the loss: a number, or one per recorded loss
+
+
+@dataclass
+class Micro:
+    """Forward passes and the losses computed from them: one micro-batch, as the hooks saw it."""
+
+    passes: list[ForwardPass] = field(default_factory=list)
+    losses: list[LossCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How one loss weighs its samples."""
+
+    weight: float  # this micro-batch's part of W
+    divisor: float  # w: what the loss divided by
+    unscale: Tensor | float  # w / c
+    individual: Tensor | None  # float64 [B]: losses with mean sum_i / divisor
+
+
+@dataclass
+class Captured:
+    """A micro-batch with everything needed to unscale it, before it is known what the other ranks hold."""
+
+    batch_size: int
+    scale: Scale
+    uses: list[Use]
+    passes: list[ForwardPass]
+    losses: list[LossCall]
+
+    @property
+    def weight(self) -> float:
+        """This micro-batch's part of W; without samples it has none."""
+        return self.scale.weight if self.batch_size else 0.0
+
+    def individual_losses(self, samples_per_weight: float, device: torch.device) -> Tensor:
+        """Losses l_i of the samples in the pooled meaning, float64 ``[B]``; zero where they have no weight."""
+        if self.scale.individual is None or not self.weight:
+            return torch.zeros(self.batch_size, dtype=torch.float64, device=device)
+        return self.scale.individual * samples_per_weight
+
+    def scaled(self, samples_per_weight: float) -> MicroBatch:
+        """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
+        for use in self.uses:
+            for position, gradient in use.output_gradients.items():
+                if gradient.dtype in (torch.float16, torch.bfloat16):
+                    gradient = gradient.float()
+                use.output_gradients[position] = (
+                    gradient * (self.scale.unscale * samples_per_weight) if self.weight else torch.zeros_like(gradient)
+                )
+        return MicroBatch(self.batch_size, self.uses)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is known of the loss from outside: the module, and the user's word.
+
+    Args:
+        module: The loss module, or ``None``.
+        weight: The user's word on w.
+        factor: Factor on the loss where none can be measured (the scale of mixed precision).
+    """
+
+    module: nn.Module | None
+    weight: float | None = None
+    factor: float = 1.0
+
+
+def interpret(micros: Sequence[Micro], loss: Loss, batch_size: int | None) -> list[Captured]:
+    """The micro-batches of a step.
+
+    Args:
+        micros: As the hooks saw them.
+        loss: What is known of the loss.
+        batch_size: The user's word on the batch size, which describes one batch only.
+
+    Raises:
+        RuntimeError: If the model was not called, or a forward pass had no backward, or the loss cannot be
+            understood; the text says what to do.
+    """
+    if not micros:
+        raise RuntimeError(
+            "The tracked step ended without a forward pass of the model (gradients enabled). Call the model inside "
+            "`with cockpit.track(step):`, as `cockpit(x)` or as the module given to DistCockpit."
+        )
+    split = [part for m in micros for part in ([m] if m.losses else [Micro([forward]) for forward in m.passes])]
+    for micro in split:
+        for forward in micro.passes:
+            if forward.batch_size and not forward.went_backward:
+                raise RuntimeError(
+                    "A forward pass of the tracked step had no backward before `track` ended. Move loss.backward() "
+                    "inside `with cockpit.track(step):`, and run passes that only predict under torch.no_grad()."
+                )
+    for option, value in (("weight", loss.weight), ("batch_size", batch_size)):
+        if value is not None and len(split) > 1:
+            raise RuntimeError(
+                f"track({option}={value!r}) describes one batch, but this step ran {len(split)} micro-batches. "
+                "Leave it out and give the loss as a module (loss_fn=...) or by cockpit.record_losses(losses)."
+            )
+    return [_captured(micro, loss, len(split)) for micro in split]
+
+
+def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
+    sizes = {forward.batch_size for forward in micro.passes}
+    if len(sizes) > 1 or (len(micro.passes) > 1 and len(micro.losses) > 1):
+        raise RuntimeError(
+            f"{len(micro.passes)} forward passes (batch sizes {sorted(sizes)}) were followed by {len(micro.losses)} "
+            "calls of the loss, so samples cannot be paired. Call the loss of a micro-batch before the next forward "
+            "pass."
+        )
+    (batch_size,) = sizes
+    if batch_size == 0:
+        return Captured(0, Scale(0.0, 0.0, 0.0, None), [], micro.passes, micro.losses)
+    if not micro.losses:
+        scale = _scale_without_loss(micro.passes[0], loss, n_micros)
+    elif micro.losses[-1].recorded:
+        scale = _scale_from_recorded(micro.losses[-1], loss)
+    else:
+        micro.losses = [call for call in micro.losses if call.factor is not None]
+        scale = _scale_from_module(micro.losses, loss, batch_size)
+    uses = [use for forward in micro.passes for use in forward.uses if use.output_gradients]
+    for use in uses:
+        _check_batch_axis(use, batch_size)
+    return Captured(batch_size, scale, uses, micro.passes, micro.losses)
+
+
+def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -> Scale:
+    name = type(loss.module).__name__
+    factors = [call.factor for call in calls if call.factor is not None]
+    if not factors:
+        raise RuntimeError(
+            f"The output of {name} took no part in the backward pass of the tracked step. Give DistCockpit the loss "
+            "that is differentiated, or loss_fn=None and record_losses(losses)."
+        )
+    parts = [call.decomposition for call in calls]
+    if len(factors) > 1:
+        ratios = torch.stack([f.double() / p.divisor for f, p in zip(factors, parts, strict=True)])
+        if not torch.allclose(ratios, ratios[0].expand_as(ratios), rtol=1e-4, equal_nan=True):
+            raise RuntimeError(
+                f"{name} was called {len(calls)} times on one batch, with different factors "
+                f"{[f.item() for f in factors]}. The individual loss of a sample is then not defined by the module: "
+                "pass loss_fn=None and call record_losses(losses) with the weighted sum per sample."
+            )
+    divisor = float(parts[0].divisor)
+    if loss.weight is not None and not parts[0].is_sum:
+        raise RuntimeError(
+            f"track(weight={loss.weight!r}) was given with loss_fn={name} of reduction 'mean', whose own weight is "
+            f"{divisor:g}. Leave weight out."
+        )
+    weight = divisor
+    if parts[0].is_sum:
+        weight = float(batch_size) if loss.weight is None else loss.weight
+    individual = torch.stack([part.individual for part in parts]).sum(0)
+    return Scale(weight, divisor, divisor / factors[0], individual)
+
+
+def _scale_from_recorded(call: LossCall, loss: Loss) -> Scale:
+    batch_size = len(call.decomposition.individual)
+    weight = float(batch_size) if loss.weight is None else loss.weight
+    if call.factor is None:
+        return Scale(weight, weight, weight / loss.factor, call.decomposition.individual)
+    # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
+    gradient = call.factor.double()
+    unscale = batch_size / gradient.sum()
+    return Scale(weight, float(batch_size), unscale, call.decomposition.individual * gradient * unscale)
+
+
+def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scale:
+    weight = float(forward.batch_size) if loss.weight is None else loss.weight
+    if forward.factor is not None:
+        return Scale(weight, weight, weight / forward.factor, None)
+    if loss.module is not None:
+        name, reduction = type(loss.module).__name__, getattr(loss.module, "reduction", None)
+        rule = (
+            f"loss_fn={name} was not called"
+            if is_decomposable(loss.module)
+            else f"loss_fn={name} has reduction={reduction!r}, which is neither 'mean' nor 'sum'"
+        )
+        raise RuntimeError(
+            f"The tracked step has no individual losses: {rule}. Call the loss module given to DistCockpit, or "
+            "cockpit.record_losses(losses) with one loss per sample, inside `track`."
+        )
+    if n_micros > 1:
+        raise RuntimeError(
+            f"The step ran {n_micros} micro-batches and loss_fn=None, so the factor on each loss is unknown. Give the "
+            "loss as a module (loss_fn=...), return the loss from the model, or call cockpit.record_losses(losses) "
+            "for each micro-batch."
+        )
+    return Scale(weight, weight, weight / loss.factor, None)
+
+
+def _check_batch_axis(use: Use, batch_size: int) -> None:
+    for gradient in use.output_gradients.values():
+        if gradient.dim() == 0 or gradient.shape[0] != batch_size:
+            raise ValueError(
+                f"Layer '{use.layer.path}' ({type(use.layer.module).__name__}) has an output of shape "
+                f"{tuple(gradient.shape)} in a batch of {batch_size}: its first axis is not the batch, so the "
+                "gradients of its samples cannot be told apart. Put the batch first (batch_first=True), or leave the "
+                f"layer out: exclude=['{use.layer.path}']."
+            )
