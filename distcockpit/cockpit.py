@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import __version__, curvature
-from distcockpit.layers import ACTIVATIONS, check_batchnorm, find_layers
-from distcockpit.presets import preset
-from distcockpit.quantities.base import Model, Quantity
+from distcockpit.arguments import (
+    bare_module,
+    check_choice,
+    check_loss_and_optimizer,
+    chosen_quantities,
+    description,
+    model_facts,
+)
+from distcockpit.layers import check_batchnorm, find_layers
+from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder, Result, Stamp
 from distcockpit.reduce import Layout, Pending, World, first_difference, pack
 from distcockpit.schedules import Schedule, every
@@ -100,60 +107,27 @@ class DistCockpit:
 
         problem: Exception | None = None
         try:
-            self.bare = _bare(model)
-            self.quantities = _quantities(quantities, schedule)
+            self.bare = bare_module(model)
+            self.quantities = chosen_quantities(quantities, schedule)
             self.layers = find_layers(self.bare, include, exclude)
-            self._check_arguments(optimizer, mode)
+            check_loss_and_optimizer(loss_fn, optimizer, self.bare)
+            check_choice("mode", mode, MODES)
+            check_choice("on_error", on_error, ON_ERROR)
+            check_batchnorm(self.bare, track_batchnorm)
+            for quantity in self.quantities:
+                if quantity.needs.curvature is not None:
+                    curvature.check_support(quantity.needs.curvature, self.bare, loss_fn)
             path = local_path(store)
-            self.facts = self._model_facts()
+            self.facts = model_facts(self.bare, self.layers)
         except Exception as error:
             problem = error
-        self._agree(problem, {} if problem else self._description())
+        self._agree(problem, {} if problem else description(self.facts, self.quantities, loss_fn))
         self.tracked = {n: p for n, p in self.bare.named_parameters() if n in self.facts.shapes}
         self.device = next(iter(self.tracked.values())).device
         self._memory: dict[str, dict[str, Any]] = {q.name: {} for q in self.quantities}
         self._recorder = self._open_recorder(path, mode, optimizer, flush_seconds)
 
     # -- construction ------------------------------------------------------------------------------------------------
-
-    def _check_arguments(self, optimizer: torch.optim.Optimizer | None, mode: str) -> None:
-        if self.loss_fn is not None and not isinstance(self.loss_fn, nn.Module):
-            raise TypeError(
-                f"loss_fn={self.loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), or None for a loss "
-                "computed by a function or inside the model."
-            )
-        if self._on_error not in ON_ERROR:
-            raise ValueError(f"on_error={self._on_error!r}: must be one of {list(ON_ERROR)}.")
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r}: must be one of {list(MODES)}.")
-        if optimizer is not None:
-            mine = {id(p) for p in self.bare.parameters()}
-            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError(
-                    f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Give the optimizer "
-                    "of this model."
-                )
-        check_batchnorm(self.bare, self.track_batchnorm)
-        for quantity in self.quantities:
-            if quantity.needs.curvature is not None:
-                curvature.check_support(quantity.needs.curvature, self.bare, self.loss_fn)
-
-    def _model_facts(self) -> Model:
-        shapes = {name: tuple(p.shape) for name, p in self.bare.named_parameters()}
-        tracked = {full for layer in self.layers for full in layer.parameters.values()}
-        leaves = {
-            layer.path: isinstance(layer.module, ACTIVATIONS)
-            for layer in self.layers
-            if not any(layer.module.children()) or not layer.parameters
-        }
-        return Model({name: shape for name, shape in shapes.items() if name in tracked}, leaves)
-
-    def _description(self) -> dict[str, str]:
-        facts = {"distcockpit version": __version__, "torch version": torch.__version__}
-        facts |= {f"quantity '{q.name}'": f"{type(q).__name__}({q.options()})" for q in self.quantities}
-        facts |= {f"parameter {i}": f"'{n}' {s}" for i, (n, s) in enumerate(self.facts.shapes.items())}
-        facts["loss_fn"] = type(self.loss_fn).__name__
-        return facts
 
     def _agree(self, problem: Exception | None, description: dict[str, str]) -> None:
         """Raise on every rank if one of them has a problem, or they differ.
@@ -378,47 +352,3 @@ class DistCockpit:
         })
         sums = self.world.sum(pack(riding, self.device))
         self.send(Result(Stamp(self._last_step, None, time.time(), 0), [], Layout.of(riding), sums, None))
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper.
-
-    Raises:
-        TypeError: If the model is no module, or wrapped in something that is not supported.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: must be a torch.nn.Module, mostly DistributedDataParallel(net).")
-    if isinstance(model, DistributedDataParallel):
-        return model.module
-    kinds = {kind.__name__ for kind in type(model).__mro__}
-    if kinds & {"FullyShardedDataParallel", "FSDPModule", "DataParallel"}:
-        raise TypeError(
-            f"model={type(model).__name__}: its parameters or its batch are split inside the wrapper, which is not "
-            "supported. Use DistributedDataParallel."
-        )
-    return model
-
-
-def _quantities(quantities: str | Sequence[Quantity], schedule: Schedule) -> list[Quantity]:
-    """The quantities, each with a schedule and a name of its own.
-
-    Raises:
-        ValueError: If two have one name, or there is none.
-        TypeError: If something is no quantity.
-    """
-    if not callable(schedule):
-        raise TypeError(f"schedule={schedule!r}: must be a callable step -> bool, such as every(10).")
-    chosen = preset(quantities) if isinstance(quantities, str) else list(quantities)
-    if not chosen:
-        raise ValueError("quantities=[]: must hold at least one quantity; enabled=False turns the cockpit off.")
-    for quantity in chosen:
-        if not isinstance(quantity, Quantity):
-            raise TypeError(f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR().")
-    names = [q.name for q in chosen]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"quantities: {names.count(name)} have the name {name!r}, which is their group in the store. Give "
-                f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
-            )
-    return [q.with_schedule(schedule) for q in chosen]

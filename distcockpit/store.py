@@ -274,12 +274,9 @@ def make_room(path: Path, mode: str) -> None:
     """See that a new run may be written at ``path``; with ``mode="w"`` remove an old one, and only a run of ours.
 
     Raises:
-        ValueError: If the mode is unknown, or the path is a URL.
         FileExistsError: If something stands in the way.
         NotImplementedError: For ``mode="a"``.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: must be one of {list(MODES)}.")
     if mode == "a":
         raise NotImplementedError("mode='a': resuming a run is not available yet; use a new path, or mode='w'.")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):

@@ -1,0 +1,115 @@
+"""The arguments of DistCockpit: checked, and completed with what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distcockpit import __version__
+from distcockpit.gradients.rules import is_unit
+from distcockpit.gradients.uses import Layer
+from distcockpit.layers import ACTIVATIONS
+from distcockpit.presets import preset
+from distcockpit.quantities.base import Model, Quantity
+from distcockpit.schedules import Schedule
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """The module inside the wrapper.
+
+    Raises:
+        TypeError: If the model is no module, or wrapped in something that is not supported.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: must be a torch.nn.Module, mostly DistributedDataParallel(net).")
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if kinds & {"FullyShardedDataParallel", "FSDPModule", "DataParallel"}:
+        raise TypeError(
+            f"model={type(model).__name__}: its parameters or its batch are split inside the wrapper, which is not "
+            "supported. Use DistributedDataParallel."
+        )
+    return model
+
+
+def chosen_quantities(quantities: str | Sequence[Quantity], schedule: Schedule) -> list[Quantity]:
+    """The quantities, each with a schedule and a name of its own.
+
+    Raises:
+        ValueError: If two have one name, or there is none.
+        TypeError: If something is no quantity, or the schedule is not callable.
+    """
+    if not callable(schedule):
+        raise TypeError(f"schedule={schedule!r}: must be a callable step -> bool, such as every(10).")
+    chosen = preset(quantities) if isinstance(quantities, str) else list(quantities)
+    if not chosen:
+        raise ValueError("quantities=[]: must hold at least one quantity; enabled=False turns the cockpit off.")
+    for quantity in chosen:
+        if not isinstance(quantity, Quantity):
+            raise TypeError(f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR().")
+    names = [q.name for q in chosen]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"quantities: {names.count(name)} have the name {name!r}, which is their group in the store. Give "
+                f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
+            )
+    return [q.with_schedule(schedule) for q in chosen]
+
+
+def check_loss_and_optimizer(
+    loss_fn: nn.Module | None, optimizer: torch.optim.Optimizer | None, bare: nn.Module
+) -> None:
+    """Whether they are what they should be, and belong to the model.
+
+    Raises:
+        TypeError: If the loss is neither a module nor ``None``.
+        ValueError: If the optimizer is one of another model.
+    """
+    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), or None for a loss computed by "
+            "a function or inside the model."
+        )
+    if optimizer is not None:
+        mine = {id(p) for p in bare.parameters()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Give the optimizer of "
+                "this model."
+            )
+
+
+def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    """Whether a value is among the allowed ones.
+
+    Raises:
+        ValueError: If not.
+    """
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
+
+
+def model_facts(bare: nn.Module, layers: Sequence[Layer]) -> Model:
+    """What quantities may know of the model."""
+    tracked = {full for layer in layers for full in layer.parameters.values()}
+    shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
+    leaves = {
+        layer.path: isinstance(layer.module, ACTIVATIONS)
+        for layer in layers
+        if not any(layer.module.children()) or is_unit(layer.module)
+    }
+    return Model(shapes, leaves)
+
+
+def description(facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None) -> dict[str, str]:
+    """What all ranks must agree on, by name."""
+    agreed = {"distcockpit version": __version__, "torch version": torch.__version__}
+    agreed |= {f"quantity '{q.name}'": f"{type(q).__name__}({q.options()})" for q in quantities}
+    agreed |= {f"parameter {i}": f"'{name}' {shape}" for i, (name, shape) in enumerate(facts.shapes.items())}
+    agreed["loss_fn"] = type(loss_fn).__name__
+    return agreed

@@ -1,0 +1,102 @@
+"""Every implementation counts alike, and as NumPy does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distcockpit import kernels
+from distcockpit.kernels import numba_cpu, reference
+
+IMPLEMENTATIONS = [reference, numba_cpu]
+RANGES = [(-2.0, 2.0), (-0.37, 0.37), (-1e-6, 1e-6), (0.0, 1.0), (-3.0, -1.0), (-1e30, 1e30)]
+
+
+def test_numba_is_used_on_the_cpu() -> None:
+    assert kernels._implementation(torch.ones(1)) is numba_cpu
+
+
+def factors(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    delta = torch.randn(6, 7, generator=generator, dtype=dtype)
+    x = torch.randn(6, 9, generator=generator, dtype=dtype).relu()
+    delta[0, 0], delta[1, 1], delta[2, 2], x[3, 3] = torch.nan, torch.inf, -torch.inf, 1e30
+    return delta, x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("range", RANGES)
+@pytest.mark.parametrize("bins", [1, 2, 13, 100])
+@pytest.mark.parametrize("kernel", IMPLEMENTATIONS)
+def test_counts_as_numpy(kernel, bins: int, range: tuple[float, float], dtype: torch.dtype) -> None:
+    edges = kernels.bin_edges(*range, bins)
+    delta, x = factors(bins, dtype)
+    delta, x = delta * range[1], x
+    limits = kernels.thresholds(edges, dtype)
+    products = delta.unsqueeze(2) * x.unsqueeze(1)
+    columns = torch.arange(63).reshape(7, 9) % 4
+    counts = kernel.count_outer(delta, x, limits)
+    values = products.numpy().astype(np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    np.testing.assert_array_equal(counts[2:-3], np.histogram(finite, bins=edges)[0])
+    outside = [np.isneginf(values).sum(), (finite < range[0]).sum()]
+    np.testing.assert_array_equal(counts[:2], outside)
+    beyond = [(finite > range[1]).sum(), np.isposinf(values).sum(), np.isnan(values).sum()]
+    np.testing.assert_array_equal(counts[-3:], beyond)
+    assert counts.sum() == values.size and counts[-1] > 0
+    np.testing.assert_array_equal(counts, kernel.count_block(products, limits))
+    two = kernel.count_outer_2d(delta, x, limits, columns, 4)
+    np.testing.assert_array_equal(two, kernel.count_block_2d(products.flatten(1), limits, columns.flatten(), 4))
+    for column in np.arange(4):
+        chosen = products[:, columns == column]
+        np.testing.assert_array_equal(two[:, column], kernel.count_block(chosen, limits))
+
+
+@given(
+    st.floats(-1e3, 1e3),
+    st.floats(1e-6, 1e3),
+    st.integers(1, 200),
+    st.lists(st.floats(width=32), max_size=50),
+    st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_range_and_values(low: float, width: float, bins: int, values: list[float], on_edges: bool) -> None:
+    high = low + width
+    if not low < high:
+        return
+    edges = kernels.bin_edges(low, high, bins)
+    tensor = torch.tensor([*values, *(edges if on_edges else [])], dtype=torch.float32)
+    limits = kernels.thresholds(edges, torch.float32)
+    expected = reference.count_block(tensor, limits)
+    np.testing.assert_array_equal(expected, numba_cpu.count_block(tensor, limits))
+    kept = tensor.double().numpy()
+    kept = kept[np.isfinite(kept)]
+    assert expected[2:-3].sum() == ((kept >= low) & (kept <= high)).sum()
+    assert expected.sum() == tensor.numel()
+
+
+@pytest.mark.parametrize("end", [0.1, 0.37, 1e-6, 123.456, 2.0, 1 / 3])
+def test_exact_zeros_belong_to_the_bin_that_starts_there(end: float) -> None:
+    edges = kernels.bin_edges(-end, end, 100)
+    assert edges[50] == 0.0 and edges[0] == -end and edges[-1] == end
+    for kernel in IMPLEMENTATIONS:
+        counts = kernel.count_block(torch.zeros(10), kernels.thresholds(edges, torch.float32))
+        assert counts[2 + 50] == 10
+
+
+def test_a_bin_counts_beyond_the_precision_of_float32() -> None:
+    edges, n = kernels.bin_edges(-1, 1, 2), 4200
+    delta, x = torch.zeros(1, n), torch.ones(1, n)  # 17,640,000 zeros > 2^24 = 16,777,216
+    for count in (kernels.count_outer(delta, x, edges), kernels.count_block(delta.expand(n, n), edges)):
+        assert count[3] == n * n > 2**24
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_binned_exactly(dtype: torch.dtype) -> None:
+    values = torch.linspace(-2, 2, 1001).to(dtype)
+    edges = kernels.bin_edges(-1, 1, 10)
+    inside = values.double().numpy()
+    np.testing.assert_array_equal(kernels.count_block(values, edges)[2:-3], np.histogram(inside, bins=edges)[0])
