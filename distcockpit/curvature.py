@@ -110,6 +110,9 @@ def diagonal(
 
     Returns:
         float64 tensors of the parameters' shapes, by name; parameters that the loss does not depend on are zero.
+
+    Raises:
+        RuntimeError: If BackPACK cannot serve the model.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
@@ -117,18 +120,36 @@ def diagonal(
         if not micro.weight:
             continue
         extension = curvature.extension()
-        with _extended(model, loss_fn) as chain, replayed(model, loss_fn, micro) as loss:
-            chain.check()
-            set_seed(next(model.parameters()).device, seed)
-            with backpack(extension), warnings.catch_warnings():
-                # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
-                warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-                torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        try:
+            _differentiate(extension, model, loss_fn, micro, seed, list(trainable.values()))
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise RuntimeError(
+                f"curvature={curvature.kind!r} could not be computed for {type(model).__name__}: {error} BackPACK needs "
+                "a model that is a chain of modules it knows. Leave quantities with curvature out."
+            ) from error
         for name, parameter in trainable.items():
             if hasattr(parameter, extension.savefield):
                 total[name] += getattr(parameter, extension.savefield).double() * micro.scale.divisor
                 delattr(parameter, extension.savefield)
     return total
+
+
+def _differentiate(
+    extension: extensions.backprop_extension.BackpropExtension,
+    model: nn.Module,
+    loss_fn: nn.Module,
+    micro: Captured,
+    seed: int,
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    """Replay a micro-batch under an extension, which leaves its result on the parameters."""
+    with _extended(model, loss_fn) as chain, replayed(model, loss_fn, micro) as loss:
+        chain.check()
+        set_seed(parameters[0].device, seed)
+        with backpack(extension), warnings.catch_warnings():
+            # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+            torch.autograd.grad(loss, parameters, allow_unused=True)
 
 
 class _Chain:
@@ -166,8 +187,8 @@ class _Chain:
         """
         if self._broken:
             raise RuntimeError(
-                f"Curvature needs a model that is a chain of modules, but something happens {self._broken}: a "
-                "functional call (write it as a module: nn.ReLU, nn.Flatten), a branch, or a second use of a layer."
+                f"something happens {self._broken}: a functional call (write it as a module: nn.ReLU, nn.Flatten), "
+                "a branch, or a second use of a layer."
             )
 
 

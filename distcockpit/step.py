@@ -67,7 +67,11 @@ class TrackedStep:
 
     def __enter__(self) -> Self:
         if self._cockpit.begin(self, self._step):
-            self._begin()
+            try:
+                self._begin()
+            except BaseException:
+                self._cockpit.end(self)
+                raise
         return self
 
     def __exit__(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import Alpha, GradHist1d, HessTrace, MeanGSNR, OutputGradientGeometry
 from distcockpit.presets import full
+from distcockpit.quantities import Alpha, GradHist1d, HessTrace, MeanGSNR, OutputGradientGeometry
 
 
 def network() -> nn.Module:
