@@ -124,8 +124,8 @@ def diagonal(
             _differentiate(extension, model, loss_fn, micro, seed, list(trainable.values()))
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise RuntimeError(
-                f"curvature={curvature.kind!r} could not be computed for {type(model).__name__}: {error} BackPACK needs "
-                "a model that is a chain of modules it knows. Leave quantities with curvature out."
+                f"curvature={curvature.kind!r} could not be computed for {type(model).__name__}: {error} BackPACK "
+                "needs a model that is a chain of modules it knows. Leave quantities with curvature out."
             ) from error
         for name, parameter in trainable.items():
             if hasattr(parameter, extension.savefield):
@@ -187,8 +187,8 @@ class _Chain:
         """
         if self._broken:
             raise RuntimeError(
-                f"something happens {self._broken}: a functional call (write it as a module: nn.ReLU, nn.Flatten), "
-                "a branch, or a second use of a layer."
+                f"Something happens {self._broken}: a functional call (write it as a module: nn.ReLU, nn.Flatten), a "
+                "branch, or a second use of a layer."
             )
 
 

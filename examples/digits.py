@@ -81,7 +81,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     step, epoch = 0, 0
-    progress = tqdm(total=args.steps, unit="step", disable=rank != 0)
+    progress = tqdm(total=args.steps, unit="step", mininterval=0.5, disable=rank != 0)
     with DistCockpit(
         model,
         loss_fn,

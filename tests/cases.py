@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.head = nn.Linear(12, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(len(x), 1, 12) * torch.arange(1, 4, dtype=x.dtype)[:, None] / 3
+        x = x.reshape(len(x), 1, 12) * torch.arange(1, 4, dtype=x.dtype, device=x.device)[:, None] / 3
         return self.head(self.attend(x, x, x, need_weights=False)[0].mean(1))
 
 

@@ -56,6 +56,7 @@ class Spec:
     backwards: int = 1  # backward calls on the same loss
     options: dict[str, Any] = field(default_factory=dict)  # of DistCockpit
     ddp: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -67,20 +68,21 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
     x, y = cases.data(spec.model, spec.loss, step, sum(spec.shards))
     first = sum(spec.shards[:rank])
-    return x[first : first + spec.shards[rank]], y[first : first + spec.shards[rank]]
+    mine = slice(first, first + spec.shards[rank])
+    return x[mine].to(spec.device), y[mine].to(spec.device)
 
 
 def train(rank: int, size: int, group: Any, spec: Spec, quantities: str = "six") -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
-    net = cases.initialised(spec.model)
+    net = cases.initialised(spec.model).to(spec.device)
     model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
-    loss_fn, optimizer = cases.LOSSES[spec.loss].module(), make_optimizer(spec.optimizer, net)
+    loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)
     chosen = six() if quantities == "six" else without_curvature()
     states = []
     options = {"quantities": chosen, "schedule": every(1), **spec.options}
     with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:
         for step in range(spec.steps):
-            states.append({k: v.detach().clone() for k, v in net.state_dict().items()})
+            states.append({k: v.detach().cpu().clone() for k, v in net.state_dict().items()})
             x, y = shard(spec, rank, step)
             optimizer.zero_grad()
             with cockpit.track(step, epoch=step // 2):
@@ -101,5 +103,5 @@ def train(rank: int, size: int, group: Any, spec: Spec, quantities: str = "six")
                     if cases.LOSSES[spec.loss].module().reduction == "sum":
                         p.grad /= sum(spec.shards)
             optimizer.step()
-        states.append({k: v.detach().clone() for k, v in net.state_dict().items()})
+        states.append({k: v.detach().cpu().clone() for k, v in net.state_dict().items()})
     return states

@@ -1,0 +1,82 @@
+"""The examples and the launch scripts, run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcockpit import open_run
+
+ROOT = Path(__file__).parents[1]
+BIN = str(Path(sys.executable).parent)
+
+
+def run(*command: str, **environment: str) -> str:
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+SHORT = ("--steps", "12", "--every", "4")
+
+
+def test_digits_on_four_ranks_and_read_run(tmp_path: Path) -> None:
+    store = str(tmp_path / "digits.zarr")
+    said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, *SHORT)
+    assert "on 4 ranks" in said and "alpha (3)" in said and store in said
+    tree = open_run(store)
+    assert tree.attrs["world_size"] == 4 and tree.attrs["state"] == "closed"
+    assert (tree["alpha"]["batch_size"] == 128).all()
+    said = run(sys.executable, "examples/read_run.py", store)
+    for name in tree.children:
+        assert name in said
+    assert (tmp_path / "digits.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("model, optimizer", [("cnn", "adamw"), ("mlp", "sgd")])
+def test_digits_as_a_world_of_one(tmp_path: Path, model: str, optimizer: str) -> None:
+    store = str(tmp_path / "digits.zarr")
+    options = ("--model", model, "--optimizer", optimizer, "--quantities", "economy")
+    said = run(sys.executable, "examples/digits.py", "--store", store, *options, *SHORT)
+    assert "on 1 ranks" in said
+    tree = open_run(store)
+    assert set(tree.children) == {"alpha", "grad_hist_1d", "log"}
+    assert np.isfinite(tree["log"]["train_loss"]).all() and tree["log"].sizes["step"] == 12
+
+
+def test_read_run_says_what_is_wrong(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/read_run.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stderr.strip().endswith("is no run of distcockpit.")
+    assert "Traceback" not in done.stderr
+
+
+def test_launch_local(tmp_path: Path) -> None:
+    said = run("launch/local.sh", "examples/digits.py", "--store", str(tmp_path / "run"), *SHORT, RANKS="2")
+    assert "on 2 ranks" in said
+
+
+def test_launch_two_nodes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    store = str(tmp_path / "run")
+    said = run("launch/two_nodes.sh", "examples/digits.py", "--store", store, *SHORT, RANKS="1", PORT=port)
+    assert said.count("on 2 ranks") == 1
+    assert open_run(store).attrs["world_size"] == 2
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "launch").iterdir()))
+def test_launch_scripts_parse_and_say_what_to_edit(script: str) -> None:
+    path = ROOT / "launch" / script
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert "Edit:" in path.read_text()

@@ -1,0 +1,85 @@
+"""The layers hold: who may import what; lint, types, and what the README promises."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "distcockpit"
+FILES = {str(p.relative_to(PACKAGE)): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def who_imports(prefix: str) -> set[str]:
+    return {f for f, tree in FILES.items() if any(n == prefix or n.startswith(f"{prefix}.") for n in imports(tree))}
+
+
+def test_edges() -> None:
+    backpack = who_imports("backpack")
+    assert backpack == {"curvature.py", "gradients/backpack_layers.py"}
+    assert who_imports("torch.distributed") == {"reduce.py"}
+    assert who_imports("zarr") == who_imports("numcodecs") == {"store.py"}
+    assert who_imports("numba") == {"kernels/numba_cpu.py"}
+    assert "run.py" not in who_imports("torch") and "schema.py" not in who_imports("torch")
+    assert not who_imports("torchvision")
+    assert "gradients/walk.py" in FILES and len(FILES) > 25
+
+
+def test_quantities_neither_communicate_nor_touch_a_model() -> None:
+    for file, tree in FILES.items():
+        if file.startswith("quantities/"):
+            forbidden = ("distcockpit.capture", "distcockpit.reduce", "distcockpit.cockpit", "torch.nn")
+            assert not [n for n in imports(tree) if n.startswith(forbidden)], file
+
+
+def test_the_oracle_shares_no_code_with_the_package() -> None:
+    assert not [n for n in imports(ast.parse((ROOT / "tests/oracle.py").read_text())) if "distcockpit" in n]
+
+
+def test_reading_needs_no_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; from distcockpit import open_run; import distcockpit.run"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
+def test_style(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    python = blocks("python")
+    assert len(python) == 2
+    scope: dict[str, object] = {"__name__": "readme"}
+    for block in python:
+        exec(compile(block, "README.md", "exec"), scope)
+    assert (tmp_path / "runs/quick.zarr").is_dir()
+    assert len(scope["chosen"]) == 5
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    try_it, tests = (block.strip() for block in blocks("sh"))
+    assert tests in (ROOT / ".ci/run").read_text()
+    assert "examples/digits.py" in try_it and "examples/read_run.py" in try_it
+    paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
+    assert paths and all((ROOT / path).exists() for path in paths)
