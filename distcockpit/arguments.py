@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import __version__
+from distcockpit import __version__, curvature
 from distcockpit.gradients.rules import is_unit
 from distcockpit.gradients.uses import Layer
 from distcockpit.layers import ACTIVATIONS
 from distcockpit.presets import preset
 from distcockpit.quantities.base import Model, Quantity
 from distcockpit.schedules import Schedule
+from distcockpit.session import Setup
 
 
 def bare_module(model: nn.Module) -> nn.Module:
@@ -113,3 +115,26 @@ def description(facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module
     agreed |= {f"parameter {i}": f"'{name}' {shape}" for i, (name, shape) in enumerate(facts.shapes.items())}
     agreed["loss_fn"] = type(loss_fn).__name__
     return agreed
+
+
+def check_curvature(quantities: Sequence[Quantity], bare: nn.Module, loss_fn: nn.Module | None) -> None:
+    """Whether BackPACK can serve every curvature that is asked for; raises as ``curvature.check_support``."""
+    for quantity in quantities:
+        if quantity.needs.curvature is not None:
+            curvature.check_support(quantity.needs.curvature, bare, loss_fn)
+
+
+def attributes(setup: Setup, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Attributes of the store's root that tell what was tracked."""
+    return {
+        "versions": {"distcockpit": __version__, "torch": torch.__version__},
+        "world_size": setup.world.size,
+        "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
+        "layers": {layer.path: layer.rule.description for layer in setup.layers if layer.parameters},
+        "config": {
+            "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
+            "model": type(setup.bare).__name__,
+            "loss_fn": type(setup.loss_fn).__name__,
+            "optimizer": type(optimizer).__name__,
+        },
+    }

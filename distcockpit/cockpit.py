@@ -1,12 +1,11 @@
-"""DistCockpit: the life of a tracked step. It orchestrates and computes nothing itself."""
+"""DistCockpit: the public face. It checks, agrees with the other ranks, and hands on to the session."""
 
 from __future__ import annotations
 
 import os
 import time
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import __version__, curvature
 from distcockpit.arguments import (
+    attributes,
     bare_module,
     check_choice,
+    check_curvature,
     check_loss_and_optimizer,
     chosen_quantities,
     description,
@@ -25,13 +25,12 @@ from distcockpit.arguments import (
 )
 from distcockpit.layers import check_batchnorm, find_layers
 from distcockpit.quantities.base import Quantity
-from distcockpit.recorder import Recorder, Result, Stamp
-from distcockpit.reduce import Layout, Pending, World, first_difference, pack
+from distcockpit.recorder import Recorder
+from distcockpit.reduce import World, first_difference
 from distcockpit.schedules import Schedule, every
-from distcockpit.step import Start, TrackedStep
+from distcockpit.session import Session, Setup
+from distcockpit.step import TrackedStep
 from distcockpit.store import MODES, local_path
-from distcockpit.userlog import UserLog
-from distcockpit.writer import EXIT_SECONDS
 
 ON_ERROR = ("warn", "raise")
 
@@ -88,89 +87,35 @@ class DistCockpit:
         flush_seconds: float = 30.0,
     ) -> None:
         self.model = model
-        self._enabled = enabled and os.environ.get("DISTCOCKPIT", "").lower() != "off"
-        self._closed = False
-        self._inside: TrackedStep | None = None
-        self._last_step = -1
-        if not self._enabled:
+        self._session: Session | None = None
+        if not enabled or os.environ.get("DISTCOCKPIT", "").lower() == "off":
             return
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
-        self.world = World(process_group)
-        self.loss_fn, self.grad_scaler, self.track_batchnorm = loss_fn, grad_scaler, track_batchnorm
-        self._on_error = on_error
-        self.checked = False  # whether a tracked step has checked itself
-        self.start: Start | None = None  # the step at which an update began that is not known yet
-        self.userlog = UserLog()
-        self._outstanding: list[Pending] = []
-        self._unread: dict[str, tuple[Layout, Pending]] = {}
-
-        problem: Exception | None = None
-        try:
-            self.bare = bare_module(model)
-            self.quantities = chosen_quantities(quantities, schedule)
-            self.layers = find_layers(self.bare, include, exclude)
-            check_loss_and_optimizer(loss_fn, optimizer, self.bare)
+        world = World(process_group)
+        with _together(world):
             check_choice("mode", mode, MODES)
             check_choice("on_error", on_error, ON_ERROR)
-            check_batchnorm(self.bare, track_batchnorm)
-            for quantity in self.quantities:
-                if quantity.needs.curvature is not None:
-                    curvature.check_support(quantity.needs.curvature, self.bare, loss_fn)
             path = local_path(store)
-            self.facts = model_facts(self.bare, self.layers)
-        except Exception as error:
-            problem = error
-        self._agree(problem, {} if problem else description(self.facts, self.quantities, loss_fn))
-        self.tracked = {n: p for n, p in self.bare.named_parameters() if n in self.facts.shapes}
-        self.device = next(iter(self.tracked.values())).device
-        self._memory: dict[str, dict[str, Any]] = {q.name: {} for q in self.quantities}
-        self._recorder = self._open_recorder(path, mode, optimizer, flush_seconds)
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _agree(self, problem: Exception | None, description: dict[str, str]) -> None:
-        """Raise on every rank if one of them has a problem, or they differ.
-
-        Raises:
-            RuntimeError: If another rank has a problem, or is constructed otherwise.
-        """
-        shared = self.world.share((None if problem is None else f"{problem}", description))
-        if problem is not None:
-            raise problem
-        for rank, (text, _) in enumerate(shared):
-            if text is not None:
-                raise RuntimeError(f"DistCockpit could not be constructed on rank {rank}: {text}")
-        difference = first_difference([description for _, description in shared])
+            bare = bare_module(model)
+            chosen = chosen_quantities(quantities, schedule)
+            layers = find_layers(bare, include, exclude)
+            check_loss_and_optimizer(loss_fn, optimizer, bare)
+            check_batchnorm(bare, track_batchnorm)
+            check_curvature(chosen, bare, loss_fn)
+            facts = model_facts(bare, layers)
+        difference = first_difference(world.share(description(facts, chosen, loss_fn)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
-
-    def _open_recorder(
-        self, path: Path, mode: str, optimizer: torch.optim.Optimizer | None, flush_seconds: float
-    ) -> Recorder | None:
-        attributes = {
-            "versions": {"distcockpit": __version__, "torch": torch.__version__},
-            "world_size": self.world.size,
-            "parameters": {name: list(shape) for name, shape in self.facts.shapes.items()},
-            "layers": {layer.path: layer.rule.description for layer in self.layers if layer.parameters},
-            "config": {
-                "quantities": [{"type": type(q).__name__, **q.options()} for q in self.quantities],
-                "model": type(self.bare).__name__,
-                "loss_fn": type(self.loss_fn).__name__,
-                "optimizer": type(optimizer).__name__,
-            },
-        }
-        recorder, problem = None, None
-        if self.world.rank == 0:
-            try:
-                groups = {q.name: q.group(self.facts) for q in self.quantities}
-                recorder = Recorder(path, mode, groups, attributes, flush_seconds)
-            except Exception as error:
-                problem = error
-        self._agree(problem, {})
-        return recorder
-
-    # -- the public face -----------------------------------------------------------------------------------------------
+        setup = Setup(
+            world, bare, layers, facts, chosen, loss_fn, track_batchnorm, grad_scaler, raise_errors=on_error == "raise"
+        )
+        recorder = None
+        with _together(world):
+            if world.rank == 0:
+                groups = {q.name: q.group(facts) for q in chosen}
+                recorder = Recorder(path, mode, groups, attributes(setup, optimizer), flush_seconds)
+        self._session = Session(setup, recorder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -182,7 +127,8 @@ class DistCockpit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._shut(orderly=kind is None)
+        if self._session is not None:
+            self._session.close(orderly=kind is None)
 
     def track(
         self,
@@ -206,7 +152,7 @@ class DistCockpit:
             RuntimeError: (on entering or leaving) If ``track`` is entered twice or after ``close``, a forward pass
                 has no backward, or the ranks disagree.
         """
-        return TrackedStep(self, step, epoch, weight, batch_size)
+        return TrackedStep(self._session, step, epoch, weight, batch_size)
 
     def record_losses(self, losses: Tensor) -> None:
         """Hand over the individual losses of the latest forward pass, where no loss module tells them.
@@ -220,8 +166,8 @@ class DistCockpit:
         Raises:
             ValueError: If the shape is another.
         """
-        if self._inside is not None and self._inside.capture is not None:
-            self._inside.capture.record_losses(losses)
+        if self._session is not None and self._session.inside is not None:
+            self._session.inside.record_losses(losses)
 
     def log(
         self, step: int, *, epoch: float | None = None, reduce: str | None = None, **scalars: float | Tensor
@@ -239,116 +185,44 @@ class DistCockpit:
             ValueError: If the step falls, or a name or ``reduce`` is not allowed.
             TypeError: If a value is no number.
         """
-        if not self._enabled:
-            return
-        self.userlog.add(step, epoch, reduce, scalars, time.time())
-        self._hand_on_logs()
+        if self._session is not None:
+            self._session.userlog.add(step, epoch, reduce, scalars, time.time())
+            self._session.hand_on_logs()
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest finished row of each quantity, by name, with its "step"; rank 0 only, others get ``{}``.
 
         It never waits: rows appear here a little after their step.
         """
-        return self._recorder.latest() if self._enabled and self._recorder is not None else {}
+        recorder = None if self._session is None else self._session.recorder
+        return {} if recorder is None else recorder.latest()
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""
-        if self._enabled and self._recorder is not None:
-            self._hand_on_logs(everything=not self.userlog.is_riding)
-            self._recorder.flush()
+        if self._session is not None:
+            self._session.flush()
 
     def close(self) -> None:
         """Finish the run: write everything and mark the store as closed. Every rank calls it; twice is harmless."""
-        self._shut(orderly=True)
+        if self._session is not None:
+            self._session.close(orderly=True)
 
-    # -- between the steps ---------------------------------------------------------------------------------------------
 
-    def begin(self, tracked: TrackedStep, step: int) -> bool:
-        """Check a step that begins; says whether the cockpit is on.
+@contextmanager
+def _together(world: World) -> Generator[None, None, None]:
+    """If a rank raises inside, all do.
 
-        Raises:
-            RuntimeError: If the cockpit is closed, another step has not ended, or the store could not be written.
-            TypeError: If the step is no integer.
-            ValueError: If it does not grow.
-        """
-        if not self._enabled:
-            return False
-        if self._closed:
-            raise RuntimeError(f"track(step={step}): the cockpit is closed. Construct another one with a new store.")
-        if self._inside is not None:
-            raise RuntimeError(
-                f"track(step={step}): step {self._last_step} has not ended; `track` must not be entered twice. Put "
-                "all micro-batches of a step inside one `with cockpit.track(step):`."
-            )
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"track(step={step!r}): must be an integer.")
-        if step <= self._last_step:
-            raise ValueError(
-                f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
-                "the whole run, not within an epoch."
-            )
-        if self._on_error == "raise" and self._recorder is not None and self._recorder.error is not None:
-            raise RuntimeError(f"The store could not be written: {self._recorder.error}") from self._recorder.error
-        self._inside, self._last_step = tracked, step
-        return True
-
-    def end(self, tracked: TrackedStep) -> bool:
-        """A step ends; says whether the cockpit is on."""
-        if self._inside is not tracked:
-            return False
-        self._inside = None
-        return True
-
-    def memory_of(self, quantity: Quantity) -> dict[str, Any]:
-        """What a quantity keeps from step to step, after it has seen the latest total it asked for."""
-        memory = self._memory[quantity.name]
-        if quantity.name in self._unread:
-            layout, sums = self._unread.pop(quantity.name)
-            prefix = f"{quantity.name}/"
-            totals = layout.unpack(sums.result())
-            quantity.learn({k[len(prefix) :]: v for k, v in totals.items() if k.startswith(prefix)}, memory)
-        return memory
-
-    def send(self, result: Result) -> None:
-        """Hand the sums of a step to rank 0's recorder, and remember what this rank must wait for."""
-        self._outstanding = [p for p in self._outstanding if not p.done()]
-        self._outstanding += [p for p in (result.sums, result.elementwise) if p is not None]
-        for quantity, _ in result.quantities:
-            if quantity.reads_totals:
-                self._unread[quantity.name] = (result.layout, result.sums)
-        if self._recorder is not None:
-            self._recorder.record(result)
-        self._hand_on_logs()
-
-    def _hand_on_logs(self, *, everything: bool = False) -> None:
-        entries = self.userlog.take_complete(everything=everything)
-        if self._recorder is not None:
-            self._recorder.record_logs(entries)
-
-    def _shut(self, *, orderly: bool) -> None:
-        if not self._enabled or self._closed:
-            return
-        self._closed, self.start = True, None
-        if orderly and self.userlog.is_riding:
-            self._send_last_logs()
-        self._hand_on_logs(everything=True)
-        if orderly:
-            for pending in self._outstanding:
-                pending.result()
-        if self._recorder is not None:
-            self._recorder.close(None if orderly else EXIT_SECONDS)
-        if orderly:
-            self.world.close()
-
-    def _send_last_logs(self) -> None:
-        riding = {f"log/{k}": v for k, v in self.userlog.take_riding(self.world.size, self.device).items()}
-        digest = float(zlib.crc32(repr(list(riding)).encode()))
-        self.world.header({
-            "step": self._last_step,
-            "batch_size": 0,
-            "weight": 0,
-            "layout": digest,
-            "failed": 0,
-        })
-        sums = self.world.sum(pack(riding, self.device))
-        self.send(Result(Stamp(self._last_step, None, time.time(), 0), [], Layout.of(riding), sums, None))
+    Raises:
+        RuntimeError: On the ranks that had no problem of their own.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    texts = world.share(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"DistCockpit could not be constructed on rank {rank}: {text}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,9 +23,7 @@ from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
 from distcockpit.replay import batch_statistics, replayed
 from distcockpit.selfcheck import check_gradients, check_losses
-
-if TYPE_CHECKING:
-    from distcockpit.cockpit import DistCockpit
+from distcockpit.session import Session, digest
 
 
 @dataclass(frozen=True)
@@ -50,75 +47,83 @@ class TrackedStep:
 
     def __init__(
         self,
-        cockpit: DistCockpit,
+        session: Session | None,
         step: int,
         epoch: float | None,
         weight: float | None,
         batch_size: int | None,
     ) -> None:
-        self._cockpit, self._step, self._epoch = cockpit, step, epoch
+        self._maybe_session, self._step, self._epoch = session, step, epoch
         self._weight, self._batch_size = weight, batch_size
         self._active: list[Quantity] = []
         self._update: Update | None = None
         self._start: Start | None = None
         self._values: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
-        self.capture: Capture | None = None
+        self._capture: Capture | None = None
 
     def __enter__(self) -> Self:
-        if self._cockpit.begin(self, self._step):
+        if self._maybe_session is not None:
+            self._session, self._setup = self._maybe_session, self._maybe_session.setup
+            self._session.begin(self, self._step)
             try:
                 self._begin()
             except BaseException:
-                self._cockpit.end(self)
+                self._session.end()
                 raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.capture is not None:
-            self.capture.stop()
-        if not self._cockpit.end(self):
+        if self._maybe_session is None:
             return
-        if kind is None and self.capture is not None:
-            self._finish(self.capture)
+        self._session.end()
+        if self._capture is not None:
+            self._capture.stop()
+            if kind is None:
+                self._finish(self._capture)
+
+    def record_losses(self, losses: Tensor) -> None:
+        """See ``DistCockpit.record_losses``."""
+        if self._capture is not None:
+            self._capture.record_losses(losses)
 
     # -- before the forward pass ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        cockpit = self._cockpit
-        self._active = [q for q in cockpit.quantities if q.touches(self._step)]
-        start, cockpit.start = cockpit.start, None
+        setup = self._setup
+        self._active = [q for q in setup.quantities if q.touches(self._step)]
+        start, self._session.start = self._session.start, None
         if not self._active:
             return
-        check_batchnorm(cockpit.bare, cockpit.track_batchnorm)
+        check_batchnorm(setup.bare, setup.track_batchnorm)
         updates = [q for q in self._active if q.needs.update]
         if start is not None and start.stamp.step == self._step - 1 and any(q.starts(self._step - 1) for q in updates):
             self._start, self._update = start, self._project_start(start)
         if any(q.starts(self._step) for q in updates):
-            self._values = {name: p.detach().clone() for name, p in cockpit.bare.named_parameters()}
-        self._versions = {name: p._version for name, p in cockpit.tracked.items()}
-        self.capture = Capture(
-            cockpit.bare,
-            cockpit.layers,
-            Loss(cockpit.loss_fn, self._weight, self._scale_of_mixed_precision() or 1.0),
-            replay=cockpit.track_batchnorm or any(q.needs.curvature for q in self._active),
+            self._values = {name: p.detach().clone() for name, p in setup.bare.named_parameters()}
+        self._versions = {name: p._version for name, p in setup.tracked.items()}
+        self._capture = Capture(
+            setup.bare,
+            setup.layers,
+            Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
+            replay=setup.track_batchnorm or any(q.needs.curvature for q in self._active),
             batch_size=self._batch_size,
-            watch={} if cockpit.checked else cockpit.tracked,
+            watch={} if self._session.checked else setup.tracked,
         )
-        self.capture.start()
+        self._capture.start()
 
     def _project_start(self, start: Start) -> Update:
         """The update that began at ``start``, and the slopes of the start's samples along it."""
-        cockpit = self._cockpit
-        direction = {name: p.detach() - start.values[name] for name, p in cockpit.tracked.items()}
+        setup = self._setup
+        direction = {name: p.detach() - start.values[name] for name, p in setup.tracked.items()}
         norm = torch.stack([d.double().square().sum() for d in direction.values()]).sum().sqrt()
         changed = start.inputs_changed
         slopes = Projection(direction, len(start.losses))
         if not changed:
-            walk(start.batches, start.values, list(cockpit.tracked), [slopes])
-        scale = self._scale_of_mixed_precision()
+            walk(start.batches, start.values, list(setup.tracked), [slopes])
+        scale = setup.loss_scale()
         return Update(
             norm=norm,
             direction=direction,
@@ -130,15 +135,11 @@ class TrackedStep:
             skipped=start.scale is not None and scale is not None and scale < start.scale,
         )
 
-    def _scale_of_mixed_precision(self) -> float | None:
-        scaler = self._cockpit.grad_scaler
-        return None if scaler is None else scaler.get_scale()
-
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _finish(self, capture: Capture) -> None:
-        cockpit = self._cockpit
-        riding = cockpit.userlog.take_riding(cockpit.world.size, cockpit.device)
+        setup = self._setup
+        riding = self._session.userlog.take_riding(setup.world.size, setup.device)
         record = {name: 0.0 for name in HEADER} | {"step": self._step}
         try:
             captured = self._captured(capture)
@@ -147,8 +148,8 @@ class TrackedStep:
             raise
         record["batch_size"] = sum(c.batch_size for c in captured)
         record["weight"] = sum(c.weight for c in captured)
-        record["layout"] = _digest([q.name for q in self._active], self._update is not None, list(riding))
-        records = cockpit.world.header(record)
+        record["layout"] = digest([q.name for q in self._active], self._update is not None, list(riding))
+        records = setup.world.header(record)
         n, weight = int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records)
         stamp = Stamp(self._step, self._epoch, time.time(), n)
         self._send(captured, stamp, n / weight if weight else 0.0, weight, riding)
@@ -156,15 +157,15 @@ class TrackedStep:
     def _report_failure(self, record: dict[str, float]) -> None:
         """Let the other ranks fail too, instead of waiting for this one."""
         try:
-            self._cockpit.world.header({**record, "failed": 1})
+            self._setup.world.header({**record, "failed": 1})
         except RuntimeError:
             pass  # this rank's own error is the one to show
 
     def _captured(self, capture: Capture) -> list[Captured]:
-        cockpit = self._cockpit
+        setup = self._setup
         captured = capture.finish()
         for name, version in self._versions.items():
-            if cockpit.tracked[name]._version != version:
+            if setup.tracked[name]._version != version:
                 raise RuntimeError(
                     f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
                     "individual gradients belong to the parameters of the forward pass."
@@ -177,12 +178,12 @@ class TrackedStep:
                         "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside "
                         "`track`, with one loss per sample."
                     )
-        if not cockpit.checked and any(c.weight for c in captured):
+        if not self._session.checked and any(c.weight for c in captured):
             check_losses(captured)
-            if not training_batchnorms(cockpit.bare):
-                check_gradients(captured, capture.parameter_gradients, cockpit.bare, cockpit.layers, cockpit.tracked)
-            cockpit.checked = True
-        if training_batchnorms(cockpit.bare):
+            if not training_batchnorms(setup.bare):
+                check_gradients(captured, capture.parameter_gradients, setup.bare, setup.layers, setup.tracked)
+            self._session.checked = True
+        if training_batchnorms(setup.bare):
             captured = [self._with_constant_statistics(c) if c.batch_size else c for c in captured]
         return captured
 
@@ -192,16 +193,16 @@ class TrackedStep:
         Raises:
             RuntimeError: If there is no loss module to run again.
         """
-        cockpit = self._cockpit
-        loss_fn = cockpit.loss_fn
+        setup = self._setup
+        loss_fn = setup.loss_fn
         if loss_fn is None:
             raise RuntimeError("track_batchnorm=True needs the loss module: DistCockpit(loss_fn=...).")
-        statistics = batch_statistics(captured, cockpit.bare)
-        again = Capture(cockpit.bare, cockpit.layers, Loss(loss_fn), replay=True, batch_size=captured.batch_size)
+        statistics = batch_statistics(captured, setup.bare)
+        again = Capture(setup.bare, setup.layers, Loss(loss_fn), replay=True, batch_size=captured.batch_size)
         again.start()
         try:
-            with replayed(cockpit.bare, loss_fn, captured, statistics) as loss:
-                torch.autograd.grad(loss, [p for p in cockpit.bare.parameters() if p.requires_grad], allow_unused=True)
+            with replayed(setup.bare, loss_fn, captured, statistics) as loss:
+                torch.autograd.grad(loss, [p for p in setup.bare.parameters() if p.requires_grad], allow_unused=True)
         finally:
             again.stop()
         (result,) = again.finish()
@@ -216,33 +217,33 @@ class TrackedStep:
         riding: Mapping[str, Tensor],
     ) -> None:
         """Everything that is summed: computed, packed, and sent on its way."""
-        cockpit = self._cockpit
+        setup = self._setup
         curvatures = self._curvatures(captured, weight)
         batches = [micro.scaled(samples_per_weight) for micro in captured]
-        losses = torch.cat([micro.individual_losses(samples_per_weight, cockpit.device) for micro in captured])
-        parameters = {name: p.detach() for name, p in cockpit.tracked.items()}
-        statistics = {q.name: q.statistics(self._step, parameters, cockpit.memory_of(q)) for q in self._active}
+        losses = torch.cat([micro.individual_losses(samples_per_weight, setup.device) for micro in captured])
+        parameters = {name: p.detach() for name, p in setup.tracked.items()}
+        statistics = {q.name: q.statistics(self._step, parameters, self._session.memory_of(q)) for q in self._active}
         shared: list[Statistic] = []
         moments = projection = None
         if any(q.needs.elementwise for q in self._active):
             shared.append(moments := Moments(parameters))
         if self._update is not None:
             shared.append(projection := Projection(self._update.direction, len(losses)))
-        values = {name: p.detach() for name, p in cockpit.bare.named_parameters()}
+        values = {name: p.detach() for name, p in setup.bare.named_parameters()}
         own = [statistic for wanted in statistics.values() for statistic in wanted.values()]
         walk(batches, values, list(parameters), shared + own)
         if self._update is not None and projection is not None:
             self._update = self._update.ending(projection.values / self._update.norm)
-        outputs = _output_gradients(batches, cockpit.facts.leaves)
+        outputs = _output_gradients(batches, setup.facts.leaves)
 
         def seen_by(quantity: Quantity) -> LocalBatch:
             return LocalBatch(
-                model=cockpit.facts,
+                model=setup.facts,
                 step=self._step,
                 n=stamp.n,
                 local_n=len(losses),
-                rank=cockpit.world.rank,
-                world_size=cockpit.world.size,
+                rank=setup.world.rank,
+                world_size=setup.world.size,
                 losses=losses,
                 parameters=parameters,
                 statistics=statistics[quantity.name],
@@ -254,36 +255,36 @@ class TrackedStep:
         sums = {
             f"{q.name}/{key}": value
             for q in self._active
-            for key, value in q.local(seen_by(q), cockpit.memory_of(q)).items()
+            for key, value in q.local(seen_by(q), self._session.memory_of(q)).items()
         }
         sums |= {f"log/{name}": value for name, value in riding.items()}
         rows = [(q, self._start.stamp if q.needs.update and self._start else stamp) for q in self._active]
-        cockpit.send(
+        self._session.send(
             Result(
                 stamp,
                 rows,
                 Layout.of(sums),
-                cockpit.world.sum(pack(sums, cockpit.device)),
+                setup.world.sum(pack(sums, setup.device)),
                 None if moments is None else self._send_elementwise(moments),
             )
         )
         if self._values is not None:
-            cockpit.start = Start(stamp, batches, self._values, losses, self._scale_of_mixed_precision())
+            self._session.start = Start(stamp, batches, self._values, losses, setup.loss_scale())
 
     def _send_elementwise(self, moments: Moments) -> Pending:
         parts = {"first": moments.first, "second": moments.second}
         flat = {f"{kind}/{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
-        return self._cockpit.world.sum(pack(flat, self._cockpit.device))
+        return self._setup.world.sum(pack(flat, self._setup.device))
 
     def _curvatures(self, captured: Sequence[Captured], weight: float) -> dict[curvature.Curvature, dict[str, Tensor]]:
         """This rank's part of each pooled diagonal: sum over micro-batches of (w/W) h."""
-        cockpit = self._cockpit
+        setup = self._setup
         wanted = {q.needs.curvature for q in self._active if q.needs.curvature is not None}
         result = {}
         for kind in wanted:
-            seeds = [_digest(kind.seed, self._step, cockpit.world.rank, i) for i in range(len(captured))]
-            assert cockpit.loss_fn is not None  # checked at construction
-            total = curvature.diagonal(kind, cockpit.bare, cockpit.loss_fn, captured, seeds)
+            seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
+            assert setup.loss_fn is not None  # checked at construction
+            total = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
             result[kind] = {name: h / weight if weight else h for name, h in total.items()}
         return result
 
@@ -295,8 +296,3 @@ def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool])
             if use.layer.path in gradients:
                 gradients[use.layer.path] += use.output_gradients.values()
     return gradients
-
-
-def _digest(*facts: Any) -> int:
-    """A number below 2^32 (exact in float64) that differs where the facts do."""
-    return zlib.crc32(repr(facts).encode())

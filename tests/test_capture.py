@@ -277,6 +277,36 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     check(tmp_path / "r", net, [state], [(x, y)], mean_terms)
 
 
+class DroppingAttention(nn.Module):
+    """Attention with dropout: a layer of the generic rule that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(12, 2, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, -x, x.roll(1, 1)], 1)
+        return self.head(torch.dropout(self.attend(x, x, x)[0].mean(1), 0.3, self.training))
+
+
+def test_dropout_in_a_generic_layer(tmp_path: Path) -> None:
+    """The reference differentiates single losses of the very same batched forward pass."""
+    torch.manual_seed(0)
+    net, loss_fn = DroppingAttention(), nn.CrossEntropyLoss()
+    x, y = cases.data("sigmoid", "mean", 0)
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=[MeanGSNR()], schedule=every(1)) as cockpit:
+        torch.manual_seed(1)
+        with cockpit.track(0):
+            loss_fn(net(x), y).backward()
+    torch.manual_seed(1)
+    losses = F.cross_entropy(net(x), y, reduction="none")
+    each = [torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for loss in losses]
+    flat = np.stack([np.concatenate([g.double().numpy().ravel() for g in gradients]) for gradients in each])
+    batch = oracle.Batch(losses.detach().numpy(), {"all": flat}, {}, {})
+    np.testing.assert_allclose(open_run(tmp_path / "r")["mean_gsnr"]["mean_gsnr"], [oracle.mean_gsnr(batch)], rtol=1e-4)
+
+
 # -- batch norm with its statistics as constants -----------------------------------------------------------------------
 
 

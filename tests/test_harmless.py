@@ -41,9 +41,8 @@ class WithBatchNorm(nn.Sequential):
         )
 
 
-def curves(model: nn.Module, net: nn.Module, rank: int, size: int, cockpit: Any) -> list[float]:
+def curves(model: nn.Module, net: nn.Module, rank: int, size: int, cockpit: Any, loss_fn: Any) -> list[float]:
     """Train; the losses."""
-    loss_fn = cockpit.loss_fn
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     torch.manual_seed(100 + rank)
     losses = []
@@ -60,9 +59,6 @@ def curves(model: nn.Module, net: nn.Module, rank: int, size: int, cockpit: Any)
 
 class Off:
     """No cockpit at all."""
-
-    def __init__(self) -> None:
-        self.loss_fn = nn.CrossEntropyLoss()
 
     def track(self, step: int) -> Any:
         import contextlib
@@ -85,10 +81,10 @@ def test_training_is_bit_identical(tmp_path: Path, kind: str) -> None:
             chosen = everything() if kind == "dropout" else [q for q in full() if not isinstance(q, HessTrace)]
             options = {"quantities": chosen, "schedule": every(2), "track_batchnorm": kind == "batchnorm"}
             with DistCockpit(net, loss_fn, store=tmp_path / "run.zarr", **options) as cockpit:
-                losses = curves(net, net, 0, 1, cockpit)
+                losses = curves(net, net, 0, 1, cockpit, loss_fn)
             assert open_run(tmp_path / "run.zarr")["mean_gsnr"].sizes["step"] == 4
         else:
-            losses = curves(net, net, 0, 1, Off())
+            losses = curves(net, net, 0, 1, Off(), nn.CrossEntropyLoss())
         runs.append((losses, net.state_dict()))
     (plain, plain_state), (tracked, tracked_state) = runs
     assert plain == tracked  # the random number behind the last step included
@@ -100,9 +96,10 @@ def loss_curve(rank: int, size: int, group: Any, store: str | None) -> list[floa
     net = network()
     model = DistributedDataParallel(net, process_group=group)
     if store is None:
-        return curves(model, net, rank, size, Off())
-    with DistCockpit(model, nn.CrossEntropyLoss(), store=store, quantities=everything(), schedule=every(2)) as cockpit:
-        return curves(model, net, rank, size, cockpit)
+        return curves(model, net, rank, size, Off(), nn.CrossEntropyLoss())
+    loss_fn = nn.CrossEntropyLoss()
+    with DistCockpit(model, loss_fn, store=store, quantities=everything(), schedule=every(2)) as cockpit:
+        return curves(model, net, rank, size, cockpit, loss_fn)
 
 
 def test_loss_curve_on_four_ranks(ranks: Ranks, tmp_path: Path) -> None:

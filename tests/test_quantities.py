@@ -91,14 +91,12 @@ def test_ranges_follow_the_pooled_maximum(ranks: Ranks, tmp_path: Path, shards: 
 
 def test_smallest_range(tmp_path: Path) -> None:
     """All gradients are zero: the range is min_size wide."""
-    net = nn.Linear(3, 1, bias=False)
+    net, loss_fn = nn.Linear(3, 1, bias=False), nn.MSELoss()
     chosen = [GradHist1d(bins=4, adapt=GradAbsMax(min_size=0.5))]
-    with DistCockpit(net, nn.MSELoss(), store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         for step in range(2):
             with cockpit.track(step):
-                nn.MSELoss()(torch.zeros(1), torch.zeros(1))
-                cockpit_loss = cockpit.loss_fn(net(torch.zeros(2, 3)), torch.zeros(2, 1))
-                cockpit_loss.backward()
+                loss_fn(net(torch.zeros(2, 3)), torch.zeros(2, 1)).backward()
     edges = open_run(tmp_path / "run")["grad_hist_1d"]["edges"].values
     np.testing.assert_array_equal(edges[1], [-0.25, -0.125, 0.0, 0.125, 0.25])
 
@@ -107,7 +105,7 @@ def test_numbers_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     net, loss_fn = nn.Linear(2, 1, bias=False), nn.MSELoss()
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[0.5, -3.0]]))
-    x = torch.tensor([[1.0, 0.0], [torch.nan, 0.1], [torch.inf, 0.2], [1e3, 1e3]])
+    x = torch.tensor([[1.0, 0.0], [torch.nan, 0.1], [torch.inf, 0.2], [1e3, 1e3], [-torch.inf, 0.2]])
     chosen = [
         GradHist1d(bins=2, range=(-1, 1), adapt=GradAbsMax()),
         GradHist2d(bins=(2, 2)),
@@ -117,17 +115,17 @@ def test_numbers_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         for step in range(2):
             with cockpit.track(step):
-                loss_fn(net(x), torch.zeros(4, 1)).backward()
+                loss_fn(net(x), torch.zeros(5, 1)).backward()
     run = open_run(tmp_path / "run")
-    # Individual gradients: 2 (w x) x = [1, 0], [nan, nan], [inf, inf], [-5e6, -5e6].
+    # Individual gradients: 2 (w x) x = [1, 0], [nan, nan], [inf, inf], [-5e6, -5e6], [inf, -inf].
     row = run["grad_hist_1d"].to_dataset().sel(step=0)
     counted = {k: int(row[k]) for k in ("below", "above", "nan", "pos_inf", "neg_inf")}
-    assert counted == {"below": 2, "above": 2, "nan": 2, "pos_inf": 2, "neg_inf": 0}
-    np.testing.assert_array_equal(row["counts"], [2, 4])
-    assert row["counts"].sum() + row["nan"] == 4 * 2
+    assert counted == {"below": 3, "above": 3, "nan": 2, "pos_inf": 3, "neg_inf": 1}
+    np.testing.assert_array_equal(row["counts"], [3, 5])
+    assert row["counts"].sum() + row["nan"] == 5 * 2
     two = run["grad_hist_2d"].to_dataset().sel(step=0)
-    assert two["counts"].sum() + two["nan"] == 8
-    assert int(two["param_below"]) == 4 and int(two["grad_nan"]) == 2 and int(two["grad_pos_inf"]) == 2
+    assert two["counts"].sum() + two["nan"] == 10
+    assert int(two["param_below"]) == 5 and int(two["grad_nan"]) == 2 and int(two["grad_pos_inf"]) == 3
     np.testing.assert_allclose(run["grad_hist_1d"]["edges"][1, -1], 5e6, rtol=1e-3)  # the largest finite one
     assert np.isnan(run["mean_gsnr"]["mean_gsnr"]).all()
 

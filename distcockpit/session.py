@@ -1,0 +1,161 @@
+"""What lasts from step to step: the agreed set-up, the order of steps, what is on its way, and what quantities keep."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from distcockpit.gradients.uses import Layer
+from distcockpit.quantities.base import Model, Quantity
+from distcockpit.recorder import Recorder, Result, Stamp
+from distcockpit.reduce import HEADER, Layout, Pending, World, pack
+from distcockpit.userlog import UserLog
+from distcockpit.writer import EXIT_SECONDS
+
+if TYPE_CHECKING:
+    from distcockpit.step import Start, TrackedStep
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks agreed on at construction."""
+
+    world: World
+    bare: nn.Module  # the model without its wrapper
+    layers: Sequence[Layer]
+    facts: Model
+    quantities: Sequence[Quantity]
+    loss_fn: nn.Module | None
+    track_batchnorm: bool
+    grad_scaler: torch.amp.GradScaler | None
+    raise_errors: bool  # whether faults of the environment raise at the next step
+
+    @cached_property
+    def tracked(self) -> dict[str, nn.Parameter]:
+        """The tracked parameters, by name."""
+        return {name: p for name, p in self.bare.named_parameters() if name in self.facts.shapes}
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.bare.parameters()).device
+
+    def loss_scale(self) -> float | None:
+        """The present scale of mixed precision, if there is a scaler."""
+        return None if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+
+@dataclass
+class Session:
+    """One rank's side of a run."""
+
+    setup: Setup
+    recorder: Recorder | None  # on rank 0
+    userlog: UserLog = field(default_factory=UserLog)
+    start: Start | None = None  # the step at which an update began that is not known yet
+    inside: TrackedStep | None = None
+    checked: bool = False  # whether a tracked step has checked itself
+    _closed: bool = False
+    _last_step: int = -1
+    _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _outstanding: list[Pending] = field(default_factory=list)
+    _unread: dict[str, tuple[Layout, Pending]] = field(default_factory=dict)
+
+    def begin(self, tracked: TrackedStep, step: int) -> None:
+        """Check a step that begins.
+
+        Raises:
+            RuntimeError: If the cockpit is closed, another step has not ended, or the store could not be written.
+            TypeError: If the step is no integer.
+            ValueError: If it does not grow.
+        """
+        if self._closed:
+            raise RuntimeError(f"track(step={step}): the cockpit is closed. Construct another one with a new store.")
+        if self.inside is not None:
+            raise RuntimeError(
+                f"track(step={step}): step {self._last_step} has not ended; `track` must not be entered twice. Put "
+                "all micro-batches of a step inside one `with cockpit.track(step):`."
+            )
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"track(step={step!r}): must be an integer.")
+        if step <= self._last_step:
+            raise ValueError(
+                f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
+                "the whole run, not within an epoch."
+            )
+        if self.setup.raise_errors and self.recorder is not None and self.recorder.error is not None:
+            raise RuntimeError(f"The store could not be written: {self.recorder.error}") from self.recorder.error
+        self.inside, self._last_step = tracked, step
+
+    def end(self) -> None:
+        """The step ends."""
+        self.inside = None
+
+    def memory_of(self, quantity: Quantity) -> dict[str, Any]:
+        """What a quantity keeps from step to step, after it has seen the latest total it asked for."""
+        memory = self._memory.setdefault(quantity.name, {})
+        if quantity.name in self._unread:
+            layout, sums = self._unread.pop(quantity.name)
+            prefix = f"{quantity.name}/"
+            totals = layout.unpack(sums.result())
+            quantity.learn({k[len(prefix) :]: v for k, v in totals.items() if k.startswith(prefix)}, memory)
+        return memory
+
+    def send(self, result: Result) -> None:
+        """Hand the sums of a step to rank 0's recorder, and remember what this rank must wait for."""
+        self._outstanding = [p for p in self._outstanding if not p.done()]
+        self._outstanding += [p for p in (result.sums, result.elementwise) if p is not None]
+        for quantity, _ in result.quantities:
+            if quantity.reads_totals:
+                self._unread[quantity.name] = (result.layout, result.sums)
+        if self.recorder is not None:
+            self.recorder.record(result)
+        self.hand_on_logs()
+
+    def hand_on_logs(self, *, everything: bool = False) -> None:
+        """Give rank 0's recorder the rows of the user's log that will not change any more."""
+        entries = self.userlog.take_complete(everything=everything)
+        if self.recorder is not None:
+            self.recorder.record_logs(entries)
+
+    def flush(self) -> None:
+        """Wait until everything finished so far is in the store."""
+        if self.recorder is not None:
+            self.hand_on_logs(everything=not self.userlog.is_riding)
+            self.recorder.flush()
+
+    def close(self, *, orderly: bool) -> None:
+        """Write everything and end. Only an orderly end talks with, or waits for, other ranks."""
+        if self._closed:
+            return
+        self._closed, self.start = True, None
+        if orderly and self.userlog.is_riding:
+            self._send_last_logs()
+        self.hand_on_logs(everything=True)
+        if orderly:
+            for pending in self._outstanding:
+                pending.result()
+        if self.recorder is not None:
+            self.recorder.close(None if orderly else EXIT_SECONDS)
+        if orderly:
+            self.setup.world.close()
+
+    def _send_last_logs(self) -> None:
+        world, device = self.setup.world, self.setup.device
+        riding = self.userlog.take_riding(world.size, device)
+        world.header({name: 0.0 for name in HEADER} | {"step": self._last_step, "layout": digest(list(riding))})
+        sums = {f"log/{name}": value for name, value in riding.items()}
+        stamp = Stamp(self._last_step, None, time.time(), 0)
+        self.send(Result(stamp, [], Layout.of(sums), world.sum(pack(sums, device)), None))
+
+
+def digest(*facts: Any) -> int:
+    """A number below 2^32 (exact in float64) that differs where the facts do."""
+    return zlib.crc32(repr(facts).encode())
