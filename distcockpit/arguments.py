@@ -121,7 +121,7 @@ def check_curvature(quantities: Sequence[Quantity], bare: nn.Module, loss_fn: nn
     """Whether BackPACK can serve every curvature that is asked for; raises as ``curvature.check_support``."""
     for quantity in quantities:
         if quantity.needs.curvature is not None:
-            curvature.check_support(quantity.needs.curvature, bare, loss_fn)
+            curvature.check_support(quantity.name, quantity.needs.curvature, bare, loss_fn)
 
 
 def attributes(setup: Setup, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -47,30 +47,30 @@ class Curvature:
         return extensions.DiagGGNMC(mc_samples=self.mc_samples)
 
 
-def check_support(curvature: Curvature, model: nn.Module, loss_fn: nn.Module | None) -> None:
+def check_support(quantity: str, curvature: Curvature, model: nn.Module, loss_fn: nn.Module | None) -> None:
     """Refuse early what BackPACK cannot serve.
 
     Raises:
         ValueError: Names the loss or the layer, and what to do.
     """
     supported = curvature.extension()._BackpropExtension__module_extensions
-    way_out = "Leave quantities with curvature out."
+    what, way_out = f"quantity '{quantity}' (curvature={curvature.kind!r})", "Leave quantities with curvature out."
     if type(loss_fn) not in supported:
         losses = [kind.__name__ for kind in supported if issubclass(kind, nn.modules.loss._Loss)]
         raise ValueError(
-            f"curvature={curvature.kind!r} needs loss_fn to be one of {losses}, not "
+            f"{what} needs loss_fn to be one of {losses}, not "
             f"{'None' if loss_fn is None else type(loss_fn).__name__}. {way_out}"
         )
     for option in ("weight", "pos_weight"):
         if getattr(loss_fn, option, None) is not None:
             raise ValueError(
-                f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}({option}=...): BackPACK "
+                f"{what} does not support {type(loss_fn).__name__}({option}=...): BackPACK "
                 f"has no second derivative for it. Use a loss without {option}. {way_out}"
             )
     ignored = getattr(loss_fn, "ignore_index", -100)
     if ignored != -100:
         raise ValueError(
-            f"curvature={curvature.kind!r} does not support {type(loss_fn).__name__}(ignore_index="
+            f"{what} does not support {type(loss_fn).__name__}(ignore_index="
             f"{ignored}): BackPACK has no second derivative for it. {way_out}"
         )
     owner: dict[nn.Parameter, str] = {}
@@ -80,14 +80,14 @@ def check_support(curvature: Curvature, model: nn.Module, loss_fn: nn.Module | N
             if parameter.requires_grad and (shared or any(module.children())):
                 why = f"is shared with layer '{owner[parameter]}'" if shared else "belongs to a module with children"
                 raise ValueError(
-                    f"curvature={curvature.kind!r} does not support parameter '{path}.{name}': it {why}, and BackPACK "
+                    f"{what} does not support parameter '{path}.{name}': it {why}, and BackPACK "
                     f"needs each parameter in one leaf module. {way_out}"
                 )
             owner[parameter] = path
     for path, module in _leaves(model):
         if type(module) not in supported:
             raise ValueError(
-                f"curvature={curvature.kind!r} does not support layer '{path}' ({type(module).__name__}). Use "
+                f"{what} does not support layer '{path}' ({type(module).__name__}). Use "
                 f"another curvature of {list(KINDS)}, or another layer. {way_out}"
             )
 

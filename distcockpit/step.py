@@ -57,7 +57,7 @@ class TrackedStep:
         self._weight, self._batch_size = weight, batch_size
         self._active: list[Quantity] = []
         self._update: Update | None = None
-        self._start: Start | None = None
+        self._start_stamp: Stamp | None = None
         self._values: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
@@ -100,7 +100,7 @@ class TrackedStep:
         check_batchnorm(setup.bare, setup.track_batchnorm)
         updates = [q for q in self._active if q.needs.update]
         if start is not None and start.stamp.step == self._step - 1 and any(q.starts(self._step - 1) for q in updates):
-            self._start, self._update = start, self._project_start(start)
+            self._start_stamp, self._update = start.stamp, self._project_start(start)
         if any(q.starts(self._step) for q in updates):
             self._values = {name: p.detach().clone() for name, p in setup.bare.named_parameters()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
@@ -258,7 +258,7 @@ class TrackedStep:
             for key, value in q.local(seen_by(q), self._session.memory_of(q)).items()
         }
         sums |= {f"log/{name}": value for name, value in riding.items()}
-        rows = [(q, self._start.stamp if q.needs.update and self._start else stamp) for q in self._active]
+        rows = [(q, self._start_stamp if q.needs.update and self._start_stamp else stamp) for q in self._active]
         self._session.send(
             Result(
                 stamp,

@@ -68,7 +68,7 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
     "layer without second derivatives": (
         lambda p: construct(p, cases.initialised("tokens"), quantities=[HessTrace()]),
         ValueError,
-        ["'0'", "Embedding", "diag_h", "another curvature"],
+        ["'hess_trace'", "'0'", "Embedding", "diag_h", "another curvature"],
     ),
     "sparse embedding": (
         lambda p: construct(p, nn.Sequential(nn.Embedding(3, 3, sparse=True))),
@@ -440,6 +440,7 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
         ("shape", ["rank 1 has parameter 0 = 'weight' (6, 12)", "rank 0 has parameter 0 = 'weight' (5, 12)"], None),
         ("arguments", ["could not be constructed on rank 1", "'grad_hist_1d'"], ["2 have the name"]),
         ("steps", ["rank 0 tracks step 1, rank 1 step 2"], None),
+        ("schedule", ["rank 0 tracks step 1, rank 1 step 2"], None),
         ("names", ["Rank 1 tracks other values", "log(..., reduce=...)"], None),
         ("no backward", ["Rank 1 could not finish tracked step 1"], ["no backward"]),
     ],

@@ -12,6 +12,8 @@ import torch
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.presets import full
@@ -202,3 +204,34 @@ def test_tracked_steps_keep_nothing_alive(tmp_path: Path) -> None:
                 gc.collect()
                 counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     assert counts[0] == counts[1]
+
+
+class Sizes(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_nothing_holds_all_individual_gradients(tmp_path: Path, kind: str) -> None:
+    """No operation of a tracked step returns as many elements as the largest layer's individual gradients have."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 5)), torch.randn(64, 256)
+    else:
+        net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4, 5))
+        x = torch.randn(128, 32, 4, 4)
+    chosen = [q for q in full() if not isinstance(q, HessTrace)]
+    loss_fn, y = nn.CrossEntropyLoss(), torch.arange(len(x)) % 5
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(2):
+            with Sizes() as sizes, cockpit.track(step):
+                loss_fn(net(x), y).backward()
+            assert 0 < sizes.largest < len(x) * net[0].weight.numel()

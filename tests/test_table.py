@@ -55,7 +55,7 @@ def check(spec: Spec, states: list[dict], run: xr.DataTree, curvature: bool = Tr
                 assert list(trace["parameter"].values) == list(expected)
                 largest = max(map(abs, expected.values()))
                 assert largest > 1e-2
-                np.testing.assert_allclose(trace, list(expected.values()), rtol=1e-4, atol=1e-4 * largest)
+                np.testing.assert_allclose(trace, list(expected.values()), rtol=1e-4, atol=1e-6 * largest)
         previous = batch
     assert list(run["alpha"]["step"].values) == list(range(spec.steps - 1))
 
@@ -114,7 +114,7 @@ def check_alpha(row: xr.Dataset, expected: dict[str, float]) -> None:
     np.testing.assert_allclose(row["alpha"], expected["alpha"], rtol=1e-3, atol=1e-3)
     for name in ("update_norm", "f_start", "f_end", "slope_start", "slope_end"):
         assert abs(expected[name]) > 1e-6
-        np.testing.assert_allclose(row[name], expected[name], rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(row[name], expected[name], rtol=1e-5, atol=1e-6)
         if name != "update_norm":
             np.testing.assert_allclose(row[f"{name}_variance"], expected[f"{name}_variance"], rtol=1e-4)
 
