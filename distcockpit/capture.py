@@ -9,13 +9,16 @@ gradients wrong when it is taken at arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret
+from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.rng import RandomState
@@ -49,7 +52,7 @@ class Capture:
         self._micros: list[Micro] = []
         self._pass: ForwardPass | None = None
         self._handles: list[Any] = []
-        self._random_states: dict[int, RandomState] = {}
+        self._before: dict[int, _Before] = {}
         self._open = False
         self.parameter_gradients: dict[str, Tensor] = {}
 
@@ -61,8 +64,8 @@ class Capture:
         keep = self._handles.append
         keep(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True))
         for layer in self._layers:
-            if _draws_random_numbers(layer):
-                keep(layer.module.register_forward_pre_hook(self._remember_random_state(layer), prepend=True))
+            if _is_rerun(layer):
+                keep(layer.module.register_forward_pre_hook(self._enter_rerun_layer, with_kwargs=True, prepend=True))
             keep(layer.module.register_forward_hook(self._leave_layer(layer), with_kwargs=True, prepend=True))
         keep(self._model.register_forward_hook(self._leave_model, prepend=False))
         if self._loss.module is not None and is_decomposable(self._loss.module):
@@ -81,12 +84,16 @@ class Capture:
         if not torch.is_grad_enabled():
             self._pass = None
             return
-        random_state = RandomState.take(self._device) if self._replay else None
+        random_state, buffers = None, None
+        if self._replay:
+            random_state = RandomState.take(self._device)
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         micro = self._micros[-1] if self._micros else None
         if micro is None or micro.losses or any(p.went_backward for p in micro.passes):
             micro = Micro()
             self._micros.append(micro)
-        self._pass = ForwardPass(args, kwargs, self._infer_batch_size(args, kwargs), random_state)
+        batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
+        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions)
         micro.passes.append(self._pass)
 
     def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -109,38 +116,53 @@ class Capture:
         if self._loss.module is None and len(scalars) == 1:
             self._on_gradient(scalars[0], lambda g: _accumulate(forward, g))
 
-    def _remember_random_state(self, layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():
-                self._random_states[id(module)] = RandomState.take(self._device)
-
-        return hook
+    def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a layer that will be run again starts from."""
+        if torch.is_grad_enabled():
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            self._before[id(module)] = _Before(RandomState.take(self._device), buffers, _versions((args, kwargs)))
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not torch.is_grad_enabled() or self._pass is None:
                 return
-            kept = (args, kwargs) if layer.parameters else ((), {})
+            kept = (args, kwargs) if layer.parameters or isinstance(module, _BatchNorm) else ((), {})
+            before = self._before.pop(id(module), None)
+            if before is None:
+                before = _Before(None, dict(module.named_buffers()) if layer.parameters else {}, _versions(kept))
+            device = self._device.type
             use = Use(
                 layer,
+                layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
                 *kept,
-                versions=[(t, t._version) for t in _tensors(kept)],
+                versions=before.versions,
                 training=module.training,
-                buffers=dict(module.named_buffers()) if layer.parameters else {},
-                random_state=self._random_states.pop(id(module), None) if _draws_random_numbers(layer) else None,
+                buffers=before.buffers,
+                random_state=before.random_state,
+                autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             )
             self._pass.uses.append(use)
             for position, leaf in enumerate(tree_leaves(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self._on_gradient(leaf, _collector(use, position))
+                    source, view = _owned_memory(leaf, _tensors((args, kwargs)))
+                    self._on_gradient(source, _collector(use, position, view))
 
         return hook
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if not torch.is_grad_enabled() or not output.requires_grad:
+        if not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"loss_fn={type(module).__name__} returned {type(output).__name__}: must be a tensor. Pass "
+                "loss_fn=None and call cockpit.record_losses(losses) with one loss per sample."
+            )
+        if not output.requires_grad:
             return
         micro = self._current_micro(f"{type(module).__name__} was called")
-        call = LossCall(args, kwargs, decompose(module, args, kwargs, micro.passes[-1].batch_size), output.detach())
+        forward = micro.passes[-1]
+        parts = decompose(module, args, kwargs, forward.batch_size, forward.output)
+        call = LossCall(args, kwargs, parts, output.detach())
         micro.losses.append(call)
         self._on_gradient(output, lambda g: _accumulate(call, g))
 
@@ -157,7 +179,8 @@ class Capture:
                 f"record_losses(losses): losses has shape {tuple(losses.shape)}, but must hold one loss for each of "
                 f"the {expected} samples, shape ({expected},)."
             )
-        parts = Decomposition(losses.detach().double(), float(expected), is_sum=False)
+        individual = losses.detach().double()
+        parts = Decomposition(individual.sum(), individual, float(expected), is_sum=False)
         call = LossCall((), {}, parts, losses.detach(), recorded=True)
         micro.losses.append(call)
         if losses.requires_grad:
@@ -191,17 +214,62 @@ class Capture:
         return interpret(self._micros, self._loss, self._batch_size)
 
 
-def _draws_random_numbers(layer: Layer) -> bool:
-    """Whether a rerun of the layer could need the random state of its call."""
-    return bool(layer.parameters) and layer.rule.description == "generic blocks"
+@dataclass(frozen=True)
+class _Before:
+    """What a layer found when it was called."""
+
+    random_state: RandomState | None
+    buffers: dict[str, Tensor]
+    versions: list[tuple[Tensor, int]]
+
+
+def _is_rerun(layer: Layer) -> bool:
+    """Whether the layer's individual gradients come from running it again."""
+    return bool(layer.parameters) and layer.rule is GENERIC
+
+
+View = tuple[torch.Size, tuple[int, ...], Any]
+
+
+def _owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View | None]:
+    """The tensor to put a hook on, and the size, strides and offset that make its gradient that of the output.
+
+    A hook on a view is lost when the view is changed in place (a linear layer on [N, T, in] followed by an in-place
+    activation). The hook goes on the tensor that the view is of, if that was made inside the layer and holds nothing
+    else.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or any(base is x or base is x._base for x in inputs):
+        return output, None
+    if base.numel() != output.numel() or not base.is_contiguous() or not _is_dense(output):
+        return output, None
+    return base, (output.shape, output.stride(), output.storage_offset() - base.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _versions(tree: Any) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in _tensors(tree)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _collector(use: Use, position: int) -> Callable[[Tensor], None]:
+def _collector(use: Use, position: int, view: View | None) -> Callable[[Tensor], None]:
     def receive(gradient: Tensor) -> None:
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.float()
+        if view is not None:
+            gradient = gradient.contiguous().as_strided(*view)
         before = use.output_gradients.get(position)
         use.output_gradients[position] = gradient if before is None else before + gradient
 

@@ -8,7 +8,7 @@ gradients of a micro-batch are multiplied by ``(N / W) w / c``, and from then on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class ForwardPass:
     kwargs: dict[str, Any]
     batch_size: int
     random_state: RandomState | None
+    buffers: dict[str, Tensor] | None  # of the model before the pass, for a replay
+    versions: list[tuple[Tensor, int]]  # of the arguments before the pass
     uses: list[Use] = field(default_factory=list)
     output: Any = None
     factor: Tensor | None = None  # gradient that reached the scalar output, if there is one
@@ -92,8 +94,6 @@ class Captured:
         """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
         for use in self.uses:
             for position, gradient in use.output_gradients.items():
-                if gradient.dtype in (torch.float16, torch.bfloat16):
-                    gradient = gradient.float()
                 use.output_gradients[position] = (
                     gradient * (self.scale.unscale * samples_per_weight) if self.weight else torch.zeros_like(gradient)
                 )
@@ -163,13 +163,14 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
     if not micro.losses:
         scale = _scale_without_loss(micro.passes[0], loss, n_micros)
     elif micro.losses[-1].recorded:
-        scale = _scale_from_recorded(micro.losses[-1], loss)
+        scale = _scale_from_recorded(micro, loss, n_micros)
     else:
         micro.losses = [call for call in micro.losses if call.factor is not None]
         scale = _scale_from_module(micro.losses, loss, batch_size)
     uses = [use for forward in micro.passes for use in forward.uses if use.output_gradients]
     for use in uses:
-        _check_batch_axis(use, batch_size)
+        _check(use, batch_size)
+    uses = [use for use in uses if use.layer.parameters or _batch_comes_first(use, batch_size)]
     return Captured(batch_size, scale, uses, micro.passes, micro.losses)
 
 
@@ -199,19 +200,23 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
     weight = divisor
     if parts[0].is_sum:
         weight = float(batch_size) if loss.weight is None else loss.weight
-    individual = torch.stack([part.individual for part in parts]).sum(0)
+    known = [part.individual for part in parts if part.individual is not None]
+    individual = torch.stack(known).sum(0) if len(known) == len(parts) else None
     return Scale(weight, divisor, divisor / factors[0], individual)
 
 
-def _scale_from_recorded(call: LossCall, loss: Loss) -> Scale:
-    batch_size = len(call.decomposition.individual)
+def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
+    call = micro.losses[-1]
+    individual = call.decomposition.individual
+    assert individual is not None
+    batch_size = len(individual)
     weight = float(batch_size) if loss.weight is None else loss.weight
-    if call.factor is None:
-        return Scale(weight, weight, weight / loss.factor, call.decomposition.individual)
+    if call.factor is None:  # recorded beside the graph: they tell the losses, not the factor
+        return replace(_scale_without_loss(micro.passes[-1], loss, n_micros), individual=individual)
     # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
     gradient = call.factor.double()
     unscale = batch_size / gradient.sum()
-    return Scale(weight, float(batch_size), unscale, call.decomposition.individual * gradient * unscale)
+    return Scale(weight, float(batch_size), unscale, individual * gradient * unscale)
 
 
 def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scale:
@@ -238,12 +243,29 @@ def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scal
     return Scale(weight, weight, weight / loss.factor, None)
 
 
-def _check_batch_axis(use: Use, batch_size: int) -> None:
-    for gradient in use.output_gradients.values():
-        if gradient.dim() == 0 or gradient.shape[0] != batch_size:
-            raise ValueError(
-                f"Layer '{use.layer.path}' ({type(use.layer.module).__name__}) has an output of shape "
-                f"{tuple(gradient.shape)} in a batch of {batch_size}: its first axis is not the batch, so the "
-                "gradients of its samples cannot be told apart. Put the batch first (batch_first=True), or leave the "
-                f"layer out: exclude=['{use.layer.path}']."
-            )
+def _batch_comes_first(use: Use, batch_size: int) -> bool:
+    return all(g.dim() > 0 and g.shape[0] == batch_size for g in use.output_gradients.values())
+
+
+def _check(use: Use, batch_size: int) -> None:
+    """Whether a layer with parameters left what its individual gradients follow from.
+
+    Raises:
+        ValueError: If the first axis of its output is not the batch.
+        RuntimeError: If its input was overwritten.
+    """
+    if not use.layer.parameters:
+        return
+    what, way_out = f"Layer '{use.layer.path}' ({type(use.layer.module).__name__})", f"exclude=['{use.layer.path}']"
+    if not _batch_comes_first(use, batch_size):
+        shapes = [tuple(gradient.shape) for gradient in use.output_gradients.values()]
+        raise ValueError(
+            f"{what} has an output of shape {', '.join(map(str, shapes))} in a batch of {batch_size}: its first axis "
+            "is not the batch, so the gradients of its samples cannot be told apart. Put the batch first "
+            f"(batch_first=True), or leave the layer out: {way_out}."
+        )
+    if use.inputs_changed:
+        raise RuntimeError(
+            f"{what}: its input was overwritten before `track` ended, but its individual gradients need it. Give each "
+            f"micro-batch a tensor of its own (x.clone()), or leave the layer out: {way_out}."
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,9 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from distcockpit.arguments import (
     attributes,
     bare_module,
+    check_batch,
     check_choice,
     check_curvature,
+    check_epoch,
     check_loss_and_optimizer,
+    check_options,
+    check_step,
     chosen_quantities,
     description,
     model_facts,
@@ -96,6 +99,7 @@ class DistCockpit:
         with _together(world):
             check_choice("mode", mode, MODES)
             check_choice("on_error", on_error, ON_ERROR)
+            check_options(grad_scaler, flush_seconds, track_batchnorm)
             path = local_path(store)
             bare = bare_module(model)
             chosen = chosen_quantities(quantities, schedule)
@@ -104,11 +108,20 @@ class DistCockpit:
             check_batchnorm(bare, track_batchnorm)
             check_curvature(chosen, bare, loss_fn)
             facts = model_facts(bare, layers)
-        difference = first_difference(world.share(description(facts, chosen, loss_fn)))
+        difference = first_difference(world.share(description(facts, chosen, loss_fn, track_batchnorm)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
         setup = Setup(
-            world, bare, layers, facts, chosen, loss_fn, track_batchnorm, grad_scaler, raise_errors=on_error == "raise"
+            world,
+            bare,
+            layers,
+            facts,
+            chosen,
+            loss_fn,
+            track_batchnorm,
+            grad_scaler,
+            frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
+            raise_errors=on_error == "raise",
         )
         recorder = None
         with _together(world):
@@ -148,10 +161,15 @@ class DistCockpit:
             batch_size: Number of samples, where it is not the first axis of the model's first tensor argument.
 
         Raises:
-            ValueError: (on entering) If the step does not grow, or batch norm is in training mode.
-            RuntimeError: (on entering or leaving) If ``track`` is entered twice or after ``close``, a forward pass
+            TypeError: If an argument is no number.
+            ValueError: If an argument is out of range; on entering, if the step does not grow, or batch norm is in
+                training mode.
+            RuntimeError: On entering or leaving, if ``track`` is entered twice or after ``close``, a forward pass
                 has no backward, or the ranks disagree.
         """
+        if self._session is not None:
+            step, epoch = check_step("track", step), check_epoch("track", epoch)
+            check_batch(weight, batch_size)
         return TrackedStep(self._session, step, epoch, weight, batch_size)
 
     def record_losses(self, losses: Tensor) -> None:
@@ -186,8 +204,8 @@ class DistCockpit:
             TypeError: If a value is no number.
         """
         if self._session is not None:
-            self._session.userlog.add(step, epoch, reduce, scalars, time.time())
-            self._session.hand_on_logs()
+            step, epoch = check_step("log", step), check_epoch("log", epoch)
+            self._session.log(step, epoch, reduce, scalars)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest finished row of each quantity, by name, with its "step"; rank 0 only, others get ``{}``.

@@ -8,7 +8,7 @@ taken off again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -85,6 +85,12 @@ def check_support(quantity: str, curvature: Curvature, model: nn.Module, loss_fn
                 )
             owner[parameter] = path
     for path, module in _leaves(model):
+        if getattr(module, "padding_mode", "zeros") != "zeros" or isinstance(getattr(module, "padding", 0), str):
+            raise ValueError(
+                f"{what} does not support layer '{path}' ({type(module).__name__}) with padding={module.padding!r}, "
+                f"padding_mode={getattr(module, 'padding_mode', None)!r}: BackPACK pads with zeros, by numbers. Use "
+                f"such a padding. {way_out}"
+            )
         if type(module) not in supported:
             raise ValueError(
                 f"{what} does not support layer '{path}' ({type(module).__name__}). Use "
@@ -122,16 +128,20 @@ def diagonal(
         extension = curvature.extension()
         try:
             _differentiate(extension, model, loss_fn, micro, seed, list(trainable.values()))
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
+        except Exception as error:
+            _take(extension.savefield, trainable)
             raise RuntimeError(
                 f"curvature={curvature.kind!r} could not be computed for {type(model).__name__}: {error} BackPACK "
                 "needs a model that is a chain of modules it knows. Leave quantities with curvature out."
             ) from error
-        for name, parameter in trainable.items():
-            if hasattr(parameter, extension.savefield):
-                total[name] += getattr(parameter, extension.savefield).double() * micro.scale.divisor
-                delattr(parameter, extension.savefield)
+        for name, result in _take(extension.savefield, trainable).items():
+            total[name] += result.double() * micro.scale.divisor
     return total
+
+
+def _take(savefield: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What BackPACK left on the parameters, taken off them."""
+    return {name: p.__dict__.pop(savefield) for name, p in parameters.items() if savefield in p.__dict__}
 
 
 def _differentiate(
@@ -143,6 +153,7 @@ def _differentiate(
     parameters: Sequence[nn.Parameter],
 ) -> None:
     """Replay a micro-batch under an extension, which leaves its result on the parameters."""
+    _check_targets(loss_fn, micro)
     with _extended(model, loss_fn) as chain, replayed(model, loss_fn, micro) as loss:
         chain.check()
         set_seed(parameters[0].device, seed)
@@ -150,6 +161,22 @@ def _differentiate(
             # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
             warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
             torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def _check_targets(loss_fn: nn.Module, micro: Captured) -> None:
+    """BackPACK's Hessian of the cross-entropy takes every target as one that counts, with probabilities of sum 1.
+
+    Raises:
+        RuntimeError: If the targets are others.
+    """
+    if not isinstance(loss_fn, nn.CrossEntropyLoss):
+        return
+    for call in micro.losses:
+        target = call.args[1] if len(call.args) > 1 else call.kwargs["target"]
+        if not target.is_floating_point() and bool((target == loss_fn.ignore_index).any()):
+            raise RuntimeError(f"Targets hold ignore_index={loss_fn.ignore_index}, for which BackPACK is wrong.")
+        if target.is_floating_point() and not torch.allclose(target.sum(1), target.new_ones(()), atol=1e-3):
+            raise RuntimeError("Target probabilities do not add up to 1, for which BackPACK is wrong.")
 
 
 class _Chain:
@@ -163,6 +190,7 @@ class _Chain:
         self._last: tuple[object, ...] | None = None
         self._last_path = "the model's input"
         self._broken: str | None = None
+        self._called: set[str] = set()
 
     @staticmethod
     def _print(tensor: object) -> tuple[object, ...] | None:
@@ -172,6 +200,9 @@ class _Chain:
 
     def before(self, path: str, args: tuple[object, ...]) -> None:
         """A leaf module begins."""
+        if path in self._called:
+            self._broken = self._broken or f"in the second call of '{path}'"
+        self._called.add(path)
         if self._last is not None and (len(args) != 1 or self._print(args[0]) != self._last):
             self._broken = self._broken or f"between '{self._last_path}' and '{path}'"
 

@@ -34,7 +34,9 @@ def find_layers(
     Raises:
         ValueError: If no trainable parameter is left, or a parameter is shared by a tracked and an excluded layer.
     """
+    every_name = {id(p): name for name, p in model.named_parameters()}
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    _check_patterns(model, include=include, exclude=exclude)
     if not names:
         raise ValueError(
             f"The model ({type(model).__name__}) has no trainable parameters, so there is nothing to track. "
@@ -48,7 +50,8 @@ def find_layers(
         if not _selected(path, include, exclude):
             left_out.update({full: path for full in parameters.values()})
         elif parameters or unit or not any(module.children()):
-            layers.append(Layer(path, module, parameters, rule_for(module)))
+            below = {n: every_name[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+            layers.append(Layer(path, module, parameters, below, rule_for(module)))
     tracked = {full: layer.path for layer in layers for full in layer.parameters.values()}
     if not tracked:
         raise ValueError(
@@ -61,6 +64,13 @@ def find_layers(
             f"'{left_out[full]}'. Its individual gradients need both: include or exclude both."
         )
     for layer in layers:
+        recurrent = isinstance(layer.module, nn.RNNBase | nn.MultiheadAttention)
+        if recurrent and layer.parameters and not layer.module.batch_first:
+            raise ValueError(
+                f"Layer '{layer.path}' ({type(layer.module).__name__}) has batch_first=False, so its first axis is "
+                "time and the gradients of its samples cannot be told apart. Construct it with batch_first=True, or "
+                f"leave the layer out: exclude=['{layer.path}']."
+            )
         if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag) and layer.module.sparse and layer.parameters:
             raise ValueError(
                 f"Layer '{layer.path}' ({type(layer.module).__name__}) has sparse=True, which individual gradients "
@@ -78,6 +88,25 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if is_unit(module):
             units.append(path)
         yield path, module
+
+
+def _check_patterns(model: nn.Module, **options: Sequence[str] | None) -> None:
+    """Patterns are a list, and each matches a layer.
+
+    Raises:
+        TypeError: If they are a single text.
+        ValueError: If one matches nothing.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    for option, patterns in options.items():
+        if isinstance(patterns, str):
+            raise TypeError(f"{option}={patterns!r}: must be a list of patterns, [{patterns!r}].")
+        for pattern in patterns or ():
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise ValueError(
+                    f"{option}={patterns!r}: {pattern!r} matches no layer. Layer names are {paths[1:9]}, patterns are "
+                    "matched against the whole name."
+                )
 
 
 def _selected(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:

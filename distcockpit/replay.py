@@ -44,8 +44,17 @@ def replayed(
         )
     (forward,), (call,) = captured.passes, captured.losses
     frozen = dict(training_batchnorms(model)) if batch_statistics else {}
+    training = {path: module.training for path, module in frozen.items()}
     inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
-    with _private_buffers(model), unchanged(next(model.parameters()).device, forward.random_state):
+    if any(tensor._version != version for tensor, version in forward.versions):
+        raise RuntimeError(
+            "The model's input was overwritten, by the model itself or before `track` ended, so the step cannot be run "
+            "again, which curvature and track_batchnorm=True need. Work on a copy of it (x.clone())."
+        )
+    with (
+        _private_buffers(model, forward.buffers or {}),
+        unchanged(next(model.parameters()).device, forward.random_state),
+    ):
         for path, module in frozen.items():
             module.running_mean, module.running_var = (batch_statistics or {})[path]
             module.training = False
@@ -57,22 +66,25 @@ def replayed(
                 args = _with_new_output(call.args, forward.output, output)
                 yield loss_fn(*args, **call.kwargs)
         finally:
-            for module in frozen.values():
-                module.training = True
+            for path, module in frozen.items():
+                module.training = training[path]
             for module in inplace:
                 module.inplace = True  # type: ignore[assignment]
 
 
 @contextmanager
-def _private_buffers(model: nn.Module) -> Generator[None, None, None]:
-    """Let the modules work on copies of their buffers."""
-    originals = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+def _private_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None, None, None]:
+    """Let the modules work on copies of their buffers, with the values they had before the pass."""
+    originals = [(path, module, dict(module._buffers)) for path, module in model.named_modules() if module._buffers]
     try:
-        for module, buffers in originals:
-            module._buffers = {name: None if b is None else b.clone() for name, b in buffers.items()}
+        for path, module, buffers in originals:
+            prefix = f"{path}." if path else ""
+            module._buffers = {
+                name: None if b is None else values.get(f"{prefix}{name}", b).clone() for name, b in buffers.items()
+            }
         yield
     finally:
-        for module, buffers in originals:
+        for _, module, buffers in originals:
             module._buffers = buffers
 
 

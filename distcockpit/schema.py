@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""Names of groups and arrays that every store and file system takes."""
 
 Row = Mapping[str, Any]
 """Values by field name: numbers, or arrays of the field's shape."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distcockpit.gradients.uses import Layer
 from distcockpit.quantities.base import Model, Quantity
@@ -35,6 +36,7 @@ class Setup:
     loss_fn: nn.Module | None
     track_batchnorm: bool
     grad_scaler: torch.amp.GradScaler | None
+    trainable: frozenset[str]  # names of all trainable parameters
     raise_errors: bool  # whether faults of the environment raise at the next step
 
     @cached_property
@@ -61,20 +63,23 @@ class Session:
     userlog: UserLog = field(default_factory=UserLog)
     start: Start | None = None  # the step at which an update began that is not known yet
     inside: TrackedStep | None = None
-    checked: bool = False  # whether a tracked step has checked itself
+    unchecked: dict[str, nn.Parameter] = field(default_factory=dict)  # whose gradients were not explained yet
     _closed: bool = False
     _last_step: int = -1
     _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     _outstanding: list[Pending] = field(default_factory=list)
     _unread: dict[str, tuple[Layout, Pending]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.unchecked = dict(self.setup.tracked)
+        atexit.register(self.close, orderly=False)
+
     def begin(self, tracked: TrackedStep, step: int) -> None:
         """Check a step that begins.
 
         Raises:
             RuntimeError: If the cockpit is closed, another step has not ended, or the store could not be written.
-            TypeError: If the step is no integer.
-            ValueError: If it does not grow.
+            ValueError: If the step does not grow.
         """
         if self._closed:
             raise RuntimeError(f"track(step={step}): the cockpit is closed. Construct another one with a new store.")
@@ -83,8 +88,6 @@ class Session:
                 f"track(step={step}): step {self._last_step} has not ended; `track` must not be entered twice. Put "
                 "all micro-batches of a step inside one `with cockpit.track(step):`."
             )
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"track(step={step!r}): must be an integer.")
         if step <= self._last_step:
             raise ValueError(
                 f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
@@ -92,7 +95,25 @@ class Session:
             )
         if self.setup.raise_errors and self.recorder is not None and self.recorder.error is not None:
             raise RuntimeError(f"The store could not be written: {self.recorder.error}") from self.recorder.error
+        trainable = {name for name, p in self.setup.bare.named_parameters() if p.requires_grad}
+        changed = trainable ^ self.setup.trainable
+        if changed:
+            raise RuntimeError(
+                f"track(step={step}): parameter '{min(changed)}' was frozen or unfrozen (requires_grad) after "
+                "DistCockpit was constructed. Construct a new one, with a new store, when they change."
+            )
         self.inside, self._last_step = tracked, step
+
+    def log(self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, float | Tensor]) -> None:
+        """See ``DistCockpit.log``.
+
+        Raises:
+            RuntimeError: If the cockpit is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"log(step={step}): the cockpit is closed. Construct another one with a new store.")
+        self.userlog.add(step, epoch, reduce, scalars, time.time())
+        self.hand_on_logs()
 
     def end(self) -> None:
         """The step ends."""
@@ -136,6 +157,7 @@ class Session:
         if self._closed:
             return
         self._closed, self.start = True, None
+        atexit.unregister(self.close)
         if orderly and self.userlog.is_riding:
             self._send_last_logs()
         self.hand_on_logs(everything=True)

@@ -22,7 +22,7 @@ from distcockpit.quantities.base import LocalBatch, Quantity, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
 from distcockpit.replay import batch_statistics, replayed
-from distcockpit.selfcheck import check_gradients, check_losses
+from distcockpit.selfcheck import check_gradients, check_losses, check_positions
 from distcockpit.session import Session, digest
 
 
@@ -110,7 +110,7 @@ class TrackedStep:
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             replay=setup.track_batchnorm or any(q.needs.curvature for q in self._active),
             batch_size=self._batch_size,
-            watch={} if self._session.checked else setup.tracked,
+            watch=self._session.unchecked,
         )
         self._capture.start()
 
@@ -178,14 +178,19 @@ class TrackedStep:
                         "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside "
                         "`track`, with one loss per sample."
                     )
-        if not self._session.checked and any(c.weight for c in captured):
+        if self._session.unchecked and any(c.weight for c in captured):
             check_losses(captured)
-            if not training_batchnorms(setup.bare):
-                check_gradients(captured, capture.parameter_gradients, setup.bare, setup.layers, setup.tracked)
-            self._session.checked = True
+            check_positions(captured)
         if training_batchnorms(setup.bare):
-            captured = [self._with_constant_statistics(c) if c.batch_size else c for c in captured]
+            return [self._with_constant_statistics(c) if c.batch_size else c for c in captured]
+        self._check_gradients(captured, capture.parameter_gradients)
         return captured
+
+    def _check_gradients(self, captured: Sequence[Captured], seen: Mapping[str, Tensor]) -> None:
+        setup, unchecked = self._setup, self._session.unchecked
+        if unchecked and any(c.weight for c in captured):
+            for name in check_gradients(captured, seen, setup.bare, setup.layers, unchecked):
+                del unchecked[name]
 
     def _with_constant_statistics(self, captured: Captured) -> Captured:
         """The same micro-batch, differentiated with its batch statistics as constants.
@@ -202,10 +207,12 @@ class TrackedStep:
         again.start()
         try:
             with replayed(setup.bare, loss_fn, captured, statistics) as loss:
-                torch.autograd.grad(loss, [p for p in setup.bare.parameters() if p.requires_grad], allow_unused=True)
+                gradients = torch.autograd.grad(loss, list(setup.tracked.values()), allow_unused=True)
         finally:
             again.stop()
         (result,) = again.finish()
+        seen = {name: g.double() for name, g in zip(setup.tracked, gradients, strict=True) if g is not None}
+        self._check_gradients([result], seen)
         return replace(result, scale=replace(result.scale, weight=captured.scale.weight))
 
     def _send(

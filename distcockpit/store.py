@@ -52,7 +52,7 @@ class Column:
     def __init__(self, key: str, document: dict[str, Any], fill: float | int) -> None:
         self.key, self.document = key, document
         self.rows = 0
-        self._fill = fill
+        self.fill = fill
         chunk_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
         self._tail = np.full(chunk_shape, fill, dtype=document["data_type"])
         self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
@@ -64,6 +64,14 @@ class Column:
         """Rows per chunk."""
         return len(self._tail)
 
+    def fitting(self, value: Any) -> np.ndarray:
+        """The value in the type and shape of a row.
+
+        Raises:
+            ValueError: If it does not fit.
+        """
+        return np.broadcast_to(np.asarray(value, self._tail.dtype), self._tail.shape[1:])
+
     def append(self, value: Any) -> bool:
         """Add a row; says whether that filled a chunk."""
         self._tail[self.rows % self.chunk_rows] = value
@@ -72,7 +80,7 @@ class Column:
         if self.rows % self.chunk_rows:
             return False
         self._full[self._chunk_key(self.rows // self.chunk_rows - 1)] = self._encoded()
-        self._tail.fill(self._fill)
+        self._tail.fill(self.fill)
         self._dirty = False
         return True
 
@@ -212,11 +220,13 @@ class RunStore:
         """
         columns = self._columns[group]
         if group == "log":
-            for name in row.keys() - columns.keys():
+            for name in [name for name in row if name not in columns]:
                 column = self._add_column("log", name, Field((), name), Group({}))
                 column.skip(columns["step"].rows)
         values = {"step": step, **coordinates, **row}
-        full = [column.append(values.get(name, column._fill)) for name, column in columns.items()]
+        # All values are converted before one is appended, so that a row that does not fit leaves no trace.
+        fitting = {name: column.fitting(values[name]) for name, column in columns.items() if name in values}
+        full = [column.append(fitting.get(name, column.fill)) for name, column in columns.items()]
         self._last_step = max(self._last_step, step)
         return any(full)
 
@@ -304,7 +314,7 @@ def local_path(store: object) -> Path:
         raise TypeError(f"store={store!r}: must be a path; other Zarr stores are not supported yet.")
     if "://" in os.fspath(store):
         raise ValueError(f"store={store!r}: must be a local path; remote stores are not supported yet.")
-    return Path(store)
+    return Path(store).absolute()  # the training script may change its working directory
 
 
 def _format_of(path: Path) -> str | None:

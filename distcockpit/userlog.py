@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcockpit.schema import COORDINATES
+from distcockpit.schema import COORDINATES, NAME
 
 REDUCTIONS = (None, "mean", "sum")
-RESERVED = ("step", *COORDINATES)
+RESERVED = ("step", "zarr.json", *COORDINATES)
 
 
 @dataclass
@@ -95,10 +95,10 @@ class UserLog:
 
 
 def _check(name: str, value: Any) -> None:
-    if name in RESERVED or "/" in name or name.startswith("__"):
+    if name in RESERVED or not NAME.fullmatch(name):
         raise ValueError(
-            f"log({name}=...): the name must not be one of {list(RESERVED)}, contain '/', or begin with '__'; it "
-            "names an array in the group 'log'."
+            f"log({name}=...): the name must be made of letters, digits, '_', '-' and '.' (no '/'), begin with a "
+            f"letter or a digit, and not be one of {list(RESERVED)}: it names an array in the group 'log'."
         )
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return

@@ -36,11 +36,11 @@ class BackpackRule:
 
     @staticmethod
     def serves(module: nn.Module) -> bool:
-        """Whether BackPACK is right for this module: it ignores padding modes and named paddings."""
+        """Whether BackPACK is right for this module: it ignores padding modes, named and output paddings."""
         if type(module) not in DERIVATIVES:
             return False
-        padding = getattr(module, "padding", 0)
-        return getattr(module, "padding_mode", "zeros") == "zeros" and not isinstance(padding, str)
+        plain = getattr(module, "padding_mode", "zeros") == "zeros" and not any(getattr(module, "output_padding", ()))
+        return plain and not isinstance(getattr(module, "padding", 0), str)
 
     def outer(self, use: Use) -> None:
         """No outer products."""

@@ -25,27 +25,26 @@ class GenericRule:
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """One batched backward per block; the forward runs once, with the random state of the original call."""
         layer, module = use.layer, use.layer.module
-        leaves = {name: values[layer.full_name(name)].detach().clone().requires_grad_() for name in names}
-        state = {
-            name: values[full].detach()
-            for name, _ in module.named_parameters()
-            if (full := layer.full_name(name)) in values
-        }
+        leaves = {name: values[layer.parameters[name]].detach().clone().requires_grad_() for name in names}
+        state = {name: values[full].detach() for name, full in layer.names.items()}
         buffers = {name: buffer.clone() for name, buffer in use.buffers.items()}
         args, kwargs = tree_map(_detached, (use.args, use.kwargs))
         training = module.training
         device = next(iter(leaves.values())).device
         module.train(use.training) if training != use.training else None
+        precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
-            with unchanged(device, use.random_state), torch.enable_grad():
+            with unchanged(device, use.random_state), torch.enable_grad(), precision:
                 output = functional_call(module, {**state, **buffers, **leaves}, args, kwargs)
         finally:
             module.train(training) if training != use.training else None
         outputs = tree_leaves(output)
-        positions = list(use.output_gradients)
+        positions = [p for p in use.output_gradients if outputs[p].requires_grad]
 
         def block(samples: slice) -> dict[str, Tensor]:
             rows = torch.arange(samples.start, samples.stop, device=device)
+            if not positions:  # the parameters take no part in the output
+                return {name: leaf.new_zeros(len(rows), *leaf.shape) for name, leaf in leaves.items()}
             masked = [_one_sample_each(use.output_gradients[p].to(outputs[p].dtype), rows) for p in positions]
             gradients = torch.autograd.grad(
                 [outputs[p] for p in positions],

@@ -14,7 +14,13 @@ LINEAR, BACKPACK, GENERIC = LinearRule(), BackpackRule(), GenericRule()
 
 
 def rule_for(module: nn.Module) -> Rule:
-    """The fastest rule that is exact for ``module``; subclasses may compute anything, so only exact types count."""
+    """The fastest rule that is exact for ``module``.
+
+    Subclasses may compute anything, so only exact types count; other parameter names mean that the weight is computed
+    from them (weight norm, pruning).
+    """
+    if not {name for name, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}:
+        return GENERIC
     if type(module) is nn.Linear:
         return LINEAR
     if BackpackRule.serves(module):

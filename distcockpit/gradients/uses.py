@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -50,12 +51,9 @@ class Layer:
 
     path: str
     module: Module
-    parameters: Mapping[str, str]  # local name -> full name of the tracked ones
+    parameters: Mapping[str, str]  # local name -> name in the model, of the tracked ones
+    names: Mapping[str, str]  # the same of all parameters of this module and those below it
     rule: Rule
-
-    def full_name(self, local: str) -> str:
-        """Name in the model of a parameter (tracked or not) of this module or one below it."""
-        return f"{self.path}.{local}" if self.path else local
 
 
 @dataclass
@@ -63,12 +61,14 @@ class Use:
     """One call of a layer in one forward pass, with the gradients that arrived at its outputs."""
 
     layer: Layer
+    rule: Rule
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
     training: bool
     buffers: dict[str, Tensor]
     random_state: RandomState | None
+    autocast: torch.dtype | None  # the type of mixed precision in the call, if any
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's leaves
 
     @property

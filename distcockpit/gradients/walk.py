@@ -53,7 +53,7 @@ def _walk_micro_batch(
     everything = slice(start, start + batch.batch_size)
     for uses, names in _grouped(batch, tracked).items():
         remaining = list(names)
-        if len(uses) == 1 and (outer := uses[0].layer.rule.outer(uses[0])) is not None:
+        if len(uses) == 1 and (outer := uses[0].rule.outer(uses[0])) is not None:
             local, delta, x = outer
             name = uses[0].layer.parameters[local]
             if name in remaining:
@@ -82,7 +82,8 @@ def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[
     uses: dict[str, list[Use]] = {name: [] for name in tracked}
     for use in batch.uses:
         for name in use.layer.parameters.values():
-            uses[name].append(use)
+            if name in uses:
+                uses[name].append(use)
     groups: dict[_UseTuple, list[str]] = defaultdict(list)
     for name, used in uses.items():
         groups[_UseTuple(used)].append(name)
@@ -98,9 +99,9 @@ def _blocks(
     sources = []
     for use in uses:
         local = {full: name for name, full in use.layer.parameters.items() if full in names}
-        sources.append((local, use.layer.rule.blocks(use, list(local.values()), values)))
+        sources.append((local, use.rule.blocks(use, list(local.values()), values)))
     per_sample = sum(values[name].numel() for name in names)
-    per_sample += sum(use.layer.rule.elements_per_sample(use) for use in uses)
+    per_sample += sum(use.rule.elements_per_sample(use) for use in uses)
     n = max(1, BLOCK_ELEMENTS // per_sample)
     for first in range(0, batch_size, n):
         samples = slice(first, min(first + n, batch_size))

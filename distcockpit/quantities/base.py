@@ -21,7 +21,7 @@ from torch import Tensor
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.schedules import Schedule
-from distcockpit.schema import Group, Row
+from distcockpit.schema import NAME, Group, Row
 
 Sums = dict[str, Tensor]
 """Additive facts of one rank, by name; the total over ranks is their sum, in float64."""
@@ -150,10 +150,10 @@ class Quantity(ABC):
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", snake_case(type(self).__name__))
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name) or self.name == "log":
+        if not NAME.fullmatch(self.name) or self.name in ("log", "zarr.json"):
             raise ValueError(
-                f"{type(self).__name__}(name={self.name!r}): must be made of letters, digits, '_', '-' and '.', "
-                "and must not be 'log'."
+                f"{type(self).__name__}(name={self.name!r}): must be made of letters, digits, '_', '-' and '.', begin "
+                "with a letter or a digit, and must not be 'log': it names a group in the store."
             )
         if self.schedule is not None and not callable(self.schedule):
             raise TypeError(
