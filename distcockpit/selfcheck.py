@@ -57,8 +57,8 @@ def check_positions(captured: Sequence[Captured]) -> None:
                 index = use.input
                 if index.dim() == 1 and torch.equal(index, torch.arange(len(index), device=index.device)):
                     raise ValueError(
-                        f"Layer '{use.layer.path}' (Embedding) was called with 0, 1, ..., {len(index) - 1} in a batch of "
-                        f"{micro.batch_size}: positions, it seems, which the samples share, so that their gradients "
+                        f"Layer '{use.layer.path}' (Embedding) was called with 0, 1, ..., {len(index) - 1} in a batch "
+                        f"of {micro.batch_size}: positions, it seems, which the samples share, so that their gradients "
                         f"cannot be told apart. Leave the layer out: exclude=['{use.layer.path}']."
                     )
 
