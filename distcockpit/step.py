@@ -104,9 +104,11 @@ class TrackedStep:
         if any(q.starts(self._step) for q in updates):
             self._values = {name: p.detach().clone() for name, p in setup.bare.named_parameters()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
+        outputs = any(q.needs.output_gradients for q in self._active)
+        norms = {path for path, _ in training_batchnorms(setup.bare)}
         self._capture = Capture(
             setup.bare,
-            setup.layers,
+            [layer for layer in setup.layers if outputs or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             replay=setup.track_batchnorm or any(q.needs.curvature for q in self._active),
             batch_size=self._batch_size,
