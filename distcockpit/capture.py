@@ -1,4 +1,4 @@
-"""Hooks on the live model: the only file that touches it while it trains.
+"""Hooks on the live model while it trains.
 
 Inside a tracked step every layer of interest hands over its inputs and the gradients at its outputs (tensor hooks
 on the outputs, which survive in-place activations). Nothing is computed until the step ends, because a module that
@@ -136,7 +136,7 @@ class Capture:
                 layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
                 *kept,
                 versions=before.versions,
-                training=module.training,
+                training={m: m.training for m in module.modules()},
                 buffers=before.buffers,
                 random_state=before.random_state,
                 autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,

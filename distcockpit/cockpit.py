@@ -154,7 +154,8 @@ class DistCockpit:
         """The context of one optimizer step's forward and backward passes, micro-batches included.
 
         Args:
-            step: Number of the step; it must grow from call to call.
+            step: Number of the step; it must grow from call to call. Quantities over an update (alpha) need steps
+                that grow by one.
             epoch: Stored beside the step.
             weight: What the loss was divided by, where that is neither the number of samples nor known from the loss
                 module: a number of tokens, for example.
@@ -196,7 +197,8 @@ class DistCockpit:
             step: Number of the step; it must not fall from call to call.
             epoch: Stored beside the step.
             reduce: ``None`` stores rank 0's values. "mean" or "sum" pool the values of all ranks, which ride in the
-                exchange of the next tracked step (or of ``close``); all ranks must then log the same names.
+                exchange of the next tracked step (or of ``close``), and are stored then; all ranks must log the same
+                names.
             scalars: Numbers, or tensors with one element.
 
         Raises:

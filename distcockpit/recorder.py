@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ from distcockpit.schema import Group
 from distcockpit.store import RunStore
 from distcockpit.userlog import LogEntry
 from distcockpit.writer import Writer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,9 @@ class Recorder:
         """Wait until all is committed."""
         self._writer.flush()
 
-    def close(self, timeout: float | None = None) -> None:
-        """Write what is there and end the thread."""
-        self._writer.close(timeout)
+    def close(self, state: str, timeout: float | None) -> None:
+        """Write what is there, with this state of the run, and end the thread."""
+        self._writer.close(state, timeout)
 
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
@@ -111,8 +108,8 @@ class Recorder:
         for quantity, stamp in result.quantities:
             try:
                 commit_due |= self._append(store, quantity, stamp, _part(totals, quantity.name), shard, result.stamp.n)
-            except Exception:  # one quantity must not take the others with it
-                logger.warning("distcockpit: step %d of %r is lost.", stamp.step, quantity.name, exc_info=True)
+            except Exception as error:  # one quantity must not take the others with it
+                self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
         for name, value in _part(totals, "log").items():
             step, _, scalar = name.partition("/")
             self._pooled.setdefault(int(step), {})[scalar] = float(value)
@@ -132,8 +129,9 @@ class Recorder:
         row = quantity.finalize(totals, n)
         if row is None:
             return False
-        self._latest[quantity.name] = {"step": stamp.step, **row}
-        return store.append(quantity.name, stamp.step, row, stamp.coordinates())
+        commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
+        self._latest[quantity.name] = {"step": stamp.step, **{name: np.copy(value)[()] for name, value in row.items()}}
+        return commit_due
 
     def _record_logs(self, store: RunStore, entries: Sequence[LogEntry]) -> bool:
         commit_due = False

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import xarray as xr
 
-FORMAT, FORMAT_VERSION = "distcockpit", 1
+from distcockpit.schema import FORMAT, FORMAT_VERSION
 
 T = TypeVar("T")
 

@@ -12,6 +12,9 @@ import numpy as np
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names of groups and arrays that every store and file system takes."""
 
+FORMAT, FORMAT_VERSION = "distcockpit", 1
+"""What the root of a store says of itself."""
+
 Row = Mapping[str, Any]
 """Values by field name: numbers, or arrays of the field's shape."""
 
@@ -65,6 +68,17 @@ class Group:
     fields: Mapping[str, Field]
     sizes: Mapping[str, int | Sequence[str]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, one in self.fields.items():
+            if not NAME.fullmatch(name) or name == "step" or name in COORDINATES:
+                raise ValueError(f"Group: a field must not be named {name!r}.")
+            for dim in one.dims:
+                if dim not in self.sizes:
+                    raise ValueError(
+                        f"Group: field {name!r} has the dimension {dim!r}, but sizes={dict(self.sizes)!r} does not say "
+                        "how long it is."
+                    )
 
     def size(self, dim: str) -> int:
         """Length of a dimension."""

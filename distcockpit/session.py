@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,10 @@ from distcockpit.recorder import Recorder, Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, World, pack
 from distcockpit.userlog import UserLog
 from distcockpit.writer import EXIT_SECONDS
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 1.0  # rows of the user's log go to the writer at most this often
 
 if TYPE_CHECKING:
     from distcockpit.step import Start, TrackedStep
@@ -64,7 +69,10 @@ class Session:
     start: Start | None = None  # the step at which an update began that is not known yet
     inside: TrackedStep | None = None
     unchecked: dict[str, nn.Parameter] = field(default_factory=dict)  # whose gradients were not explained yet
+    broken: bool = False  # whether a tracked step failed here after its header
     _closed: bool = False
+    _said: set[str] = field(default_factory=set)
+    _logs_handed_on: float = 0.0
     _last_step: int = -1
     _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     _outstanding: list[Pending] = field(default_factory=list)
@@ -78,7 +86,7 @@ class Session:
         """Check a step that begins.
 
         Raises:
-            RuntimeError: If the cockpit is closed, another step has not ended, or the store could not be written.
+            RuntimeError: If the cockpit is closed, or another step has not ended.
             ValueError: If the step does not grow.
         """
         if self._closed:
@@ -93,8 +101,14 @@ class Session:
                 f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
                 "the whole run, not within an epoch."
             )
-        if self.setup.raise_errors and self.recorder is not None and self.recorder.error is not None:
-            raise RuntimeError(f"The store could not be written: {self.recorder.error}") from self.recorder.error
+        self.inside, self._last_step = tracked, step
+
+    def check_trainable(self, step: int) -> None:
+        """Whether the same parameters are trainable as at construction.
+
+        Raises:
+            RuntimeError: If not.
+        """
         trainable = {name for name, p in self.setup.bare.named_parameters() if p.requires_grad}
         changed = trainable ^ self.setup.trainable
         if changed:
@@ -102,7 +116,27 @@ class Session:
                 f"track(step={step}): parameter '{min(changed)}' was frozen or unfrozen (requires_grad) after "
                 "DistCockpit was constructed. Construct a new one, with a new store, when they change."
             )
-        self.inside, self._last_step = tracked, step
+
+    def check_health(self) -> None:
+        """Whether this rank can go on; asked before each header, so that all ranks stop together.
+
+        Raises:
+            RuntimeError: If an earlier step failed half-way, or faults of the store shall raise and there is one.
+        """
+        if self.broken:
+            raise RuntimeError("An earlier tracked step failed on this rank after the others had sent their sums.")
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        error = None if self.recorder is None else self.recorder.error
+        if self.setup.raise_errors and error is not None:
+            raise RuntimeError(f"The store could not be written: {error}") from error
+
+    def say_once(self, topic: str, text: str) -> None:
+        """Log a warning, the first time that its topic comes up."""
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning("distcockpit: %s", text)
 
     def log(self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, float | Tensor]) -> None:
         """See ``DistCockpit.log``.
@@ -142,6 +176,9 @@ class Session:
 
     def hand_on_logs(self, *, everything: bool = False) -> None:
         """Give rank 0's recorder the rows of the user's log that will not change any more."""
+        if not everything and time.monotonic() - self._logs_handed_on < LOG_SECONDS:
+            return  # one job for many rows, so that a loop that logs at every step does not fill the writer's queue
+        self._logs_handed_on = time.monotonic()
         entries = self.userlog.take_complete(everything=everything)
         if self.recorder is not None:
             self.recorder.record_logs(entries)
@@ -149,8 +186,10 @@ class Session:
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""
         if self.recorder is not None:
+            self._logs_handed_on = 0.0
             self.hand_on_logs(everything=not self.userlog.is_riding)
             self.recorder.flush()
+            self._raise_fault()
 
     def close(self, *, orderly: bool) -> None:
         """Write everything and end. Only an orderly end talks with, or waits for, other ranks."""
@@ -158,16 +197,19 @@ class Session:
             return
         self._closed, self.start = True, None
         atexit.unregister(self.close)
-        if orderly and self.userlog.is_riding:
-            self._send_last_logs()
-        self.hand_on_logs(everything=True)
-        if orderly:
-            for pending in self._outstanding:
-                pending.result()
-        if self.recorder is not None:
-            self.recorder.close(None if orderly else EXIT_SECONDS)
+        try:
+            if orderly and self.userlog.is_riding:
+                self._send_last_logs()
+            if orderly:
+                for pending in self._outstanding:
+                    pending.result()
+        finally:
+            self.hand_on_logs(everything=True)
+            if self.recorder is not None:
+                self.recorder.close("closed", None) if orderly else self.recorder.close("running", EXIT_SECONDS)
         if orderly:
             self.setup.world.close()
+            self._raise_fault()
 
     def _send_last_logs(self) -> None:
         world, device = self.setup.world, self.setup.device

@@ -97,8 +97,15 @@ class TrackedStep:
         start, self._session.start = self._session.start, None
         if not self._active:
             return
+        self._session.check_trainable(self._step)
         check_batchnorm(setup.bare, setup.track_batchnorm)
         updates = [q for q in self._active if q.needs.update]
+        if start is not None and start.stamp.step != self._step - 1:
+            self._session.say_once(
+                "gap",
+                f"track(step={self._step}) came after step {start.stamp.step}: quantities over an update, such as "
+                "alpha, need steps that grow by one, and have no row here.",
+            )
         if start is not None and start.stamp.step == self._step - 1 and any(q.starts(self._step - 1) for q in updates):
             self._start_stamp, self._update = start.stamp, self._project_start(start)
         if any(q.starts(self._step) for q in updates):
@@ -144,7 +151,9 @@ class TrackedStep:
         riding = self._session.userlog.take_riding(setup.world.size, setup.device)
         record = {name: 0.0 for name in HEADER} | {"step": self._step}
         try:
+            self._session.check_health()
             captured = self._captured(capture)
+            curvatures = self._curvatures(captured)
         except Exception:
             self._report_failure(record)
             raise
@@ -154,7 +163,12 @@ class TrackedStep:
         records = setup.world.header(record)
         n, weight = int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records)
         stamp = Stamp(self._step, self._epoch, time.time(), n)
-        self._send(captured, stamp, n / weight if weight else 0.0, weight, riding)
+        try:
+            self._send(captured, curvatures, stamp, n / weight if weight else 0.0, weight, riding)
+        except BaseException:
+            # The other ranks sent their sums, and this one did not: from now on they would not match.
+            self._session.broken = True
+            raise
 
     def _report_failure(self, record: dict[str, float]) -> None:
         """Let the other ranks fail too, instead of waiting for this one."""
@@ -220,6 +234,7 @@ class TrackedStep:
     def _send(
         self,
         captured: Sequence[Captured],
+        curvatures: Mapping[curvature.Curvature, Mapping[str, Tensor]],
         stamp: Stamp,
         samples_per_weight: float,
         weight: float,
@@ -227,7 +242,6 @@ class TrackedStep:
     ) -> None:
         """Everything that is summed: computed, packed, and sent on its way."""
         setup = self._setup
-        curvatures = self._curvatures(captured, weight)
         batches = [micro.scaled(samples_per_weight) for micro in captured]
         losses = torch.cat([micro.individual_losses(samples_per_weight, setup.device) for micro in captured])
         parameters = {name: p.detach() for name, p in setup.tracked.items()}
@@ -257,12 +271,12 @@ class TrackedStep:
                 parameters=parameters,
                 statistics=statistics[quantity.name],
                 output_gradients=outputs,
-                curvature=curvatures,
+                curvature={k: {n: h / (weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()},
                 update=self._update if quantity.starts(self._step - 1) else None,
             )
 
         sums = {
-            f"{q.name}/{key}": value
+            f"{q.name}/{key}": torch.as_tensor(value, dtype=torch.float64, device=setup.device)
             for q in self._active
             for key, value in q.local(seen_by(q), self._session.memory_of(q)).items()
         }
@@ -285,16 +299,13 @@ class TrackedStep:
         flat = {f"{kind}/{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
         return self._setup.world.sum(pack(flat, self._setup.device))
 
-    def _curvatures(self, captured: Sequence[Captured], weight: float) -> dict[curvature.Curvature, dict[str, Tensor]]:
-        """This rank's part of each pooled diagonal: sum over micro-batches of (w/W) h."""
-        setup = self._setup
-        wanted = {q.needs.curvature for q in self._active if q.needs.curvature is not None}
-        result = {}
-        for kind in wanted:
+    def _curvatures(self, captured: Sequence[Captured]) -> dict[curvature.Curvature, dict[str, Tensor]]:
+        """Each diagonal that is asked for: the sum over this rank's micro-batches of w h."""
+        setup, result = self._setup, {}
+        for kind in {q.needs.curvature for q in self._active if q.needs.curvature is not None}:
             seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
             assert setup.loss_fn is not None  # checked at construction
-            total = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
-            result[kind] = {name: h / weight if weight else h for name, h in total.items()}
+            result[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
         return result
 
 

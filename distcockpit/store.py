@@ -35,9 +35,8 @@ from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 from zarr.storage import MemoryStore
 
-from distcockpit.schema import COORDINATES, Field, Group, Row
+from distcockpit.schema import COORDINATES, FORMAT, FORMAT_VERSION, Field, Group, Row
 
-FORMAT, FORMAT_VERSION = "distcockpit", 1
 CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
@@ -132,8 +131,7 @@ class RunStore:
         groups: Mapping[str, Group],
         attributes: Mapping[str, Any],
     ) -> None:
-        self.path = Path(path)
-        make_room(self.path, mode)
+        self.path = Path(path).resolve()
         self._attributes = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -148,12 +146,15 @@ class RunStore:
         self._group_attributes: dict[str, dict[str, Any]] = {}
         self._first: dict[str, bytes] = {}
         self._last_step = -1
-        self.path.mkdir(parents=True, exist_ok=True)
         for name, group in {
             **groups,
             "log": Group({}, {}, {"description": "scalars of the training script"}),
         }.items():
             self._add_group(name, group)
+        make_room(self.path, mode)
+        self.path.mkdir(parents=True, exist_ok=True)
+        # The first key makes the folder recognisable as a run of ours, should the rest fail.
+        self._put_document("", _group_document(self._attributes, {}))
         self.commit()
 
     # -- schema --------------------------------------------------------------------------------------------------
@@ -162,8 +163,8 @@ class RunStore:
         self._columns[name], self._labels[name] = {}, {}
         self._group_attributes[name] = dict(group.attributes)
         self._add_column(name, "step", STEP, group)
-        for coordinate, field in COORDINATES.items():
-            self._add_column(name, coordinate, field, group)
+        for coordinate in _coordinates(name):
+            self._add_column(name, coordinate, COORDINATES[coordinate], group)
         for field_name, field in group.fields.items():
             self._add_column(name, field_name, field, group)
         for dim, labels in group.sizes.items():
@@ -175,7 +176,7 @@ class RunStore:
         rows = STEP_CHUNK_ROWS if name == "step" else _chunk_rows(inner, np.dtype(field.dtype).itemsize)
         attributes = field.attributes()
         if name not in COORDINATES and name != "step":
-            attributes["coordinates"] = " ".join(COORDINATES)
+            attributes["coordinates"] = " ".join(_coordinates(group_name))
         fill = -1 if name == "step" else field.fill
         documents = _documents(
             lambda root: root.create_array(
@@ -217,12 +218,20 @@ class RunStore:
 
         Returns:
             Whether a chunk was filled, so that a commit is due.
+
+        Raises:
+            ValueError: If the row does not fit the group; it then leaves no trace.
         """
         columns = self._columns[group]
         if group == "log":
             for name in [name for name in row if name not in columns]:
                 column = self._add_column("log", name, Field((), name), Group({}))
                 column.skip(columns["step"].rows)
+        elif missing := (columns.keys() - {"step", *COORDINATES}) ^ row.keys():
+            raise ValueError(
+                f"Row of {group!r} at step {step}: {sorted(missing)} stand in the row or in the group's fields, but "
+                "not in both. finalize() must give every field that group() declares, and no other."
+            )
         values = {"step": step, **coordinates, **row}
         # All values are converted before one is appended, so that a row that does not fit leaves no trace.
         fitting = {name: column.fitting(values[name]) for name, column in columns.items() if name in values}
@@ -300,7 +309,9 @@ def make_room(path: Path, mode: str) -> None:
         raise FileExistsError(
             f"store={str(path)!r} already holds a run. Choose another path, or mode='w' to replace that run."
         )
-    shutil.rmtree(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    path.rename(aside)  # at once, so that no reader sees half a run
+    shutil.rmtree(aside)
 
 
 def local_path(store: object) -> Path:
@@ -322,6 +333,11 @@ def _format_of(path: Path) -> str | None:
         return json.loads((path / "zarr.json").read_bytes())["attributes"]["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _coordinates(group: str) -> list[str]:
+    """Names of the coordinates on ``step``; the user's log knows no batch size."""
+    return [name for name in COORDINATES if not (group == "log" and name == "batch_size")]
 
 
 def _chunk_rows(inner: tuple[int, ...], itemsize: int) -> int:

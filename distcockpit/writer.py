@@ -32,7 +32,7 @@ class Writer:
         self._store, self._flush_seconds = store, flush_seconds
         self._jobs: queue.Queue[Callable[[RunStore], bool] | None] = queue.Queue(QUEUE_STEPS)
         self._pid = os.getpid()
-        self._closed = False
+        self._closed, self._last_state = False, "closed"
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
         self._thread.start()
@@ -55,19 +55,26 @@ class Writer:
             return False
 
         self._jobs.put(job)
-        done.wait()
+        while not done.wait(1.0) and self._thread.is_alive():
+            pass
 
-    def close(self, timeout: float | None = None) -> None:
-        """Write what is there and end the thread. Calling it again does nothing."""
+    def close(self, state: str = "closed", timeout: float | None = None) -> None:
+        """Write what is there, with this state of the run, and end the thread. Calling it again does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
-        self._closed = True
-        self._jobs.put(None)
-        self._thread.join(timeout)
+        self._closed, self._last_state = True, state
         atexit.unregister(self._at_exit)
+        try:
+            self._jobs.put(None, timeout=timeout)
+        except queue.Full:
+            logger.warning("distcockpit: the store is too slow; rows were not written.")
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning("distcockpit: the store did not finish in %s s; rows may be missing.", timeout)
 
     def _at_exit(self) -> None:
-        self.close(EXIT_SECONDS)
+        self.close("running", EXIT_SECONDS)
 
     def _run(self) -> None:
         last_commit, waiting = time.monotonic(), False
@@ -83,21 +90,25 @@ class Writer:
                 commit_due = job(self._store)
                 waiting = True
             except Exception as error:  # a fault here must not end the training
-                self._report(error, "a row of the store could not be computed")
+                self.report(error, "a row of the store could not be computed")
                 commit_due = False
             if commit_due or time.monotonic() - last_commit >= self._flush_seconds:
-                self._commit()
-                last_commit, waiting = time.monotonic(), False
-        self._commit("closed")
+                waiting = not self._commit()
+                last_commit = time.monotonic()
+        self._commit(self._last_state)
 
-    def _commit(self, state: str = "running") -> None:
+    def _commit(self, state: str = "running") -> bool:
         try:
             self._store.commit(state)
         except Exception as error:
-            self._report(error, f"{self._store.path} could not be written; its rows are kept and tried again")
+            self.report(error, f"{self._store.path} could not be written; its rows are kept and tried again")
+            return False
+        self.error = None
+        return True
 
-    def _report(self, error: Exception, what: str) -> None:
-        if self.error is None:
+    def report(self, error: Exception, what: str) -> None:
+        """Remember a fault until the next successful commit, and log it when it is a new one."""
+        if str(error) != str(self.error):
             logger.warning("distcockpit: %s (%s: %s).", what, type(error).__name__, error)
         self.error = error
 

@@ -113,7 +113,7 @@ def main() -> None:
             epoch += 1
     progress.close()
 
-    if rank == 0:
+    if rank == 0 and os.path.exists(args.store):  # it does not where DISTCOCKPIT=off
         run = open_run(args.store)
         tracked = ", ".join(f"{name} ({node.sizes['step']})" for name, node in run.children.items())
         print(f"Trained the {args.model} with {args.optimizer} for {step} steps on {world_size} ranks.")

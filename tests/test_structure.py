@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from distcockpit import DistCockpit, every, open_run
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "distcockpit"
@@ -69,12 +72,19 @@ def blocks(language: str) -> list[str]:
 def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = blocks("python")
-    assert len(python) == 2
+    assert len(python) == 3
     scope: dict[str, object] = {"__name__": "readme"}
     for block in python:
         exec(compile(block, "README.md", "exec"), scope)
     assert (tmp_path / "runs/quick.zarr").is_dir()
-    assert len(scope["chosen"]) == 5
+    assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "pooled_loss"]
+    net, loss_fn, x = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.randn(8, 4)
+    chosen = [scope["PooledLoss"]()]
+    with DistCockpit(net, loss_fn, store="own", quantities=chosen, schedule=every(1)) as cockpit, cockpit.track(0):
+        loss = loss_fn(net(x), torch.arange(8) % 3)
+        loss.backward()
+    stored = open_run("own")["pooled_loss"]["pooled_loss"].values
+    assert stored == pytest.approx([loss.item()], rel=1e-6)
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:

@@ -53,7 +53,7 @@ class BackpackRule:
         # BackPACK reads inputs and buffers off the module: give them to a shallow copy, not to the user's module.
         view = copy.copy(use.layer.module)
         view.__dict__["_buffers"] = use.buffers
-        view.__dict__["training"] = use.training
+        view.__dict__["training"] = use.training[use.layer.module]
 
         def block(samples: slice) -> dict[str, Tensor]:
             view.__dict__["input0"], view.__dict__["output"] = x[samples].to(delta.dtype), delta[samples]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distcockpit.gradients.uses import Blocks, Use
@@ -29,15 +30,15 @@ class GenericRule:
         state = {name: values[full].detach() for name, full in layer.names.items()}
         buffers = {name: buffer.clone() for name, buffer in use.buffers.items()}
         args, kwargs = tree_map(_detached, (use.args, use.kwargs))
-        training = module.training
+        training = {m: m.training for m in module.modules()}
         device = next(iter(leaves.values())).device
-        module.train(use.training) if training != use.training else None
+        _set_training(use.training)
         precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
             with unchanged(device, use.random_state), torch.enable_grad(), precision:
                 output = functional_call(module, {**state, **buffers, **leaves}, args, kwargs)
         finally:
-            module.train(training) if training != use.training else None
+            _set_training(training)
         outputs = tree_leaves(output)
         positions = [p for p in use.output_gradients if outputs[p].requires_grad]
 
@@ -64,6 +65,11 @@ class GenericRule:
     def elements_per_sample(self, use: Use) -> int:
         """The masked output gradients: as large as the whole output, for each sample."""
         return sum(delta.numel() for delta in use.output_gradients.values())
+
+
+def _set_training(modes: Mapping[Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training
 
 
 def _detached(leaf: object) -> object:

@@ -65,7 +65,7 @@ class Use:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
-    training: bool
+    training: dict[Module, bool]  # of the module and those below it
     buffers: dict[str, Tensor]
     random_state: RandomState | None
     autocast: torch.dtype | None  # the type of mixed precision in the call, if any

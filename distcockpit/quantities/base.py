@@ -24,7 +24,8 @@ from distcockpit.schedules import Schedule
 from distcockpit.schema import NAME, Group, Row
 
 Sums = dict[str, Tensor]
-"""Additive facts of one rank, by name; the total over ranks is their sum, in float64."""
+"""Additive facts of one rank, by name; the total over ranks is their sum, in float64. Names and shapes must be the same
+on all ranks, also on one without samples."""
 
 Totals = Mapping[str, np.ndarray]
 """The same after adding up, as float64 arrays."""
@@ -217,7 +218,7 @@ class Quantity(ABC):
 
     def attributes(self) -> dict[str, Any]:
         """Attributes of the group in the store."""
-        first_line = (type(self).__doc__ or "").strip().splitlines()[0]
+        first_line = next(iter((type(self).__doc__ or "").strip().splitlines()), "")
         options = {name: text for name, text in self.options().items() if name != "name"}
         return {
             "quantity": type(self).__name__,
