@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +450,36 @@ def test_ranks_that_disagree(ranks: Ranks, tmp_path: Path, how: str, words: list
     first, second = ranks.run(2, disagree, str(tmp_path / "run"), how)
     assert all(word in first for word in words), first
     assert all(word in second for word in own or words), second
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsOnRankOne(MeanGSNR):
+    """Breaks in the middle of a step, after the header."""
+
+    def local(self, batch: Any, memory: dict[str, Any]) -> dict[str, Any]:
+        if batch.rank == 1 and batch.step == 1:
+            raise ArithmeticError("in the middle")
+        return {}
+
+
+def fail_half_way(rank: int, size: int, group: Any, store: str) -> list[str]:
+    """What this rank is told at each step; like a loop that carries on after errors."""
+    net, loss_fn, said = cases.initialised("mlp"), CE(), []
+    options: dict[str, Any] = {"quantities": [FailsOnRankOne(), GradHist1d()], "schedule": every(1)}
+    cockpit = DistCockpit(net, loss_fn, store=store, process_group=group, **options)
+    for step in range(3):
+        x, y = cases.data("mlp", "mean", step)
+        try:
+            with cockpit.track(step):
+                loss_fn(net(x), y).backward()
+            said.append("")
+        except (ArithmeticError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_that_fails_half_way_stops_all_at_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, fail_half_way, str(tmp_path / "run"))
+    assert first[0] == second[0] == "" and second[1] == "in the middle"
+    assert "Rank 1 could not finish tracked step 2" in first[2]
+    assert "earlier tracked step failed" in second[2]
