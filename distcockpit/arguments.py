@@ -15,9 +15,12 @@ from distcockpit import __version__, curvature
 from distcockpit.gradients.rules import is_unit
 from distcockpit.gradients.uses import Layer
 from distcockpit.layers import ACTIVATIONS
+from distcockpit.losses import is_decomposable
 from distcockpit.presets import preset
-from distcockpit.quantities.base import Model, Quantity
-from distcockpit.schedules import Schedule
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
+from distcockpit.quantities.learning_rate import LearningRate
+from distcockpit.schedules import AnyOf, Schedule
 from distcockpit.session import Setup
 
 
@@ -40,8 +43,10 @@ def bare_module(model: nn.Module) -> nn.Module:
     return model
 
 
-def chosen_quantities(quantities: str | Sequence[Quantity], schedule: Schedule) -> list[Quantity]:
-    """The quantities, each with a schedule and a name of its own.
+def chosen_quantities(
+    quantities: str | Sequence[Quantity], schedule: Schedule, optimizer: torch.optim.Optimizer | None
+) -> list[Quantity]:
+    """The quantities, each with a schedule and a name of its own; the learning rates with them.
 
     Raises:
         ValueError: If two have one name, or there is none.
@@ -66,7 +71,11 @@ def chosen_quantities(quantities: str | Sequence[Quantity], schedule: Schedule) 
                 f"quantities: {names.count(name)} have the name {name!r}, which is their group in the store. Give "
                 f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
             )
-    return [q.with_schedule(schedule) for q in chosen]
+    chosen = [q.with_schedule(schedule) for q in chosen]
+    if optimizer is not None and "learning_rate" not in names:
+        schedules = tuple(dict.fromkeys(q.schedule for q in chosen if q.schedule is not None))
+        chosen.append(LearningRate(schedule=schedules[0] if len(schedules) == 1 else AnyOf(schedules)))
+    return chosen
 
 
 def check_loss_and_optimizer(
@@ -104,8 +113,10 @@ def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
 
 
-def model_facts(bare: nn.Module, layers: Sequence[Layer]) -> Model:
-    """What quantities may know of the model."""
+def model_facts(
+    bare: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None, world_size: int
+) -> Model:
+    """What quantities may know of the model, the optimizer and the ranks."""
     tracked = {full for layer in layers for full in layer.parameters.values()}
     shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
     leaves = {
@@ -113,7 +124,23 @@ def model_facts(bare: nn.Module, layers: Sequence[Layer]) -> Model:
         for layer in layers
         if not any(layer.module.children()) or is_unit(layer.module)
     }
-    return Model(shapes, leaves)
+    owner: dict[str, str] = {}
+    for layer in layers:
+        for full in layer.parameters.values():
+            owner.setdefault(full, layer.path)
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+    parameters = dict(bare.named_parameters())
+    return Model(
+        shapes,
+        leaves,
+        layers={path: [name for name in shapes if owner[name] == path] for path in dict.fromkeys(owner.values())},
+        dtypes={name: "float64" if parameters[name].dtype == torch.float64 else "float32" for name in shapes},
+        every_parameter=list(parameters),
+        parameter_groups={name: group_of[id(parameters[name])] for name in shapes if id(parameters[name]) in group_of},
+        n_parameter_groups=len(groups),
+        world_size=world_size,
+    )
 
 
 def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: object) -> None:
@@ -194,18 +221,40 @@ def description(
     agreed["loss_fn"] = f"{type(loss_fn).__name__} {options}"
     agreed["track_batchnorm"] = str(track_batchnorm)
     agreed["tracked modules"] = str(list(facts.leaves))
+    agreed["the optimizer's parameter groups"] = str((facts.n_parameter_groups, dict(facts.parameter_groups)))
     agreed["the order of quantities"] = str([q.name for q in quantities])
     return agreed
 
 
-def check_curvature(quantities: Sequence[Quantity], bare: nn.Module, loss_fn: nn.Module | None) -> None:
-    """Whether BackPACK can serve every curvature that is asked for; raises as ``curvature.check_support``."""
+def check_needs(
+    quantities: Sequence[Quantity],
+    bare: nn.Module,
+    loss_fn: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Whether there is what the quantities need. For curvature, raises as ``curvature.check_support``.
+
+    Raises:
+        ValueError: If the loss module or the optimizer is missing.
+    """
     for quantity in quantities:
-        if quantity.needs.curvature is not None:
-            curvature.check_support(quantity.name, quantity.needs.curvature, bare, loss_fn)
+        needs = quantity.needs
+        if needs.curvature is not None:
+            curvature.check_support(quantity.name, needs.curvature, bare, loss_fn)
+        if needs.eigenvalue is not None and not is_decomposable(loss_fn):
+            raise ValueError(
+                f"quantity '{quantity.name}' needs the Hessian, for which the step is run again with a loss module of "
+                f"reduction 'mean' or 'sum', not loss_fn={None if loss_fn is None else type(loss_fn).__name__}. Give "
+                "DistCockpit such a module, or leave the quantity out."
+            )
+        if needs.optimizer and optimizer is None:
+            raise ValueError(
+                f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
+                "optimizer, or leave the quantity out."
+            )
 
 
-def attributes(setup: Setup, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def attributes(setup: Setup) -> dict[str, Any]:
     """Attributes of the store's root that tell what was tracked."""
     return {
         "versions": {"distcockpit": __version__, "torch": torch.__version__},
@@ -216,6 +265,6 @@ def attributes(setup: Setup, optimizer: torch.optim.Optimizer | None) -> dict[st
             "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
             "model": type(setup.bare).__name__,
             "loss_fn": type(setup.loss_fn).__name__,
-            "optimizer": type(optimizer).__name__,
+            "optimizer": type(setup.optimizer).__name__,
         },
     }

@@ -8,6 +8,7 @@ gradients wrong when it is taken at arrival.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class Capture:
         layers: Layers whose calls are kept.
         loss: What is known of the loss from outside.
         replay: Whether passes will be run again, so that inputs and random state are kept.
+        output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
+        observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the first axis of the first tensor.
         watch: Parameters of which ``parameter_gradients`` shall hold what autograd gave them.
     """
@@ -43,17 +46,22 @@ class Capture:
         loss: Loss,
         *,
         replay: bool = False,
+        output_gradients: bool = True,
+        observers: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         batch_size: int | None = None,
         watch: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._layers, self._loss = model, layers, loss
         self._replay, self._batch_size, self._watch = replay, batch_size, watch or {}
+        self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self._micros: list[Micro] = []
         self._pass: ForwardPass | None = None
         self._handles: list[Any] = []
         self._before: dict[int, _Before] = {}
         self._open = False
+        self._entered = 0.0
+        self.forward_seconds = 0.0
         self.parameter_gradients: dict[str, Tensor] = {}
 
     # -- hooks -------------------------------------------------------------------------------------------------
@@ -95,6 +103,7 @@ class Capture:
         batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions)
         micro.passes.append(self._pass)
+        self._entered = time.perf_counter()
 
     def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._batch_size is not None:
@@ -110,10 +119,12 @@ class Capture:
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled() or self._pass is None:
             return
+        self.forward_seconds += time.perf_counter() - self._entered
         forward = self._pass
         forward.output = output
         scalars = [t for t in _tensors(output) if t.dim() == 0 and t.requires_grad]
         if self._loss.module is None and len(scalars) == 1:
+            forward.loss = scalars[0].detach().double()
             self._on_gradient(scalars[0], lambda g: _accumulate(forward, g))
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,12 +153,24 @@ class Capture:
                 autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             )
             self._pass.uses.append(use)
+            self._observe(use, output)
+            if not (layer.parameters or self._output_gradients):
+                return
             for position, leaf in enumerate(tree_leaves(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     source, view = _owned_memory(leaf, _tensors((args, kwargs)))
                     self._on_gradient(source, _collector(use, position, view))
 
         return hook
+
+    @torch.no_grad()
+    def _observe(self, use: Use, output: Any) -> None:
+        """Hand the first tensor among the outputs to the observers, if its first axis is the batch."""
+        first = next(iter(_tensors(output)), None)
+        if not self._observers or not use.layer.is_leaf or first is None or not first.is_floating_point():
+            return
+        if first.dim() and self._pass is not None and first.shape[0] == self._pass.batch_size:
+            use.observed = {name: observe(first.detach()) for name, observe in self._observers.items()}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if not torch.is_grad_enabled():

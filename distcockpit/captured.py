@@ -31,7 +31,8 @@ class ForwardPass:
     versions: list[tuple[Tensor, int]]  # of the arguments before the pass
     uses: list[Use] = field(default_factory=list)
     output: Any = None
-    factor: Tensor | None = None  # gradient that reached the scalar output, if there is one
+    loss: Tensor | None = None  # the scalar output, if there is one
+    factor: Tensor | None = None  # gradient that reached it
 
     @property
     def went_backward(self) -> bool:
@@ -67,6 +68,7 @@ class Scale:
     divisor: float  # w: what the loss divided by
     unscale: Tensor | float  # w / c
     individual: Tensor | None  # float64 [B]: losses with mean sum_i / divisor
+    total: Tensor | None  # float64: their sum, which may be known where they are not
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Captured:
     uses: list[Use]
     passes: list[ForwardPass]
     losses: list[LossCall]
+    observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
 
     @property
     def weight(self) -> float:
@@ -89,6 +92,12 @@ class Captured:
         if self.scale.individual is None or not self.weight:
             return torch.zeros(self.batch_size, dtype=torch.float64, device=device)
         return self.scale.individual * samples_per_weight
+
+    def total_loss(self, samples_per_weight: float) -> Tensor | float | None:
+        """The sum of l_i in the pooled meaning; ``None`` where it is not known."""
+        if not self.weight:
+            return 0.0
+        return None if self.scale.total is None else self.scale.total * samples_per_weight
 
     def scaled(self, samples_per_weight: float) -> MicroBatch:
         """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
@@ -158,8 +167,9 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
             "pass."
         )
     (batch_size,) = sizes
+    observed = [(use.layer.path, use.observed) for forward in micro.passes for use in forward.uses if use.observed]
     if batch_size == 0:
-        return Captured(0, Scale(0.0, 0.0, 0.0, None), [], micro.passes, micro.losses)
+        return Captured(0, Scale(0.0, 0.0, 0.0, None, None), [], micro.passes, micro.losses, observed)
     if not micro.losses:
         scale = _scale_without_loss(micro.passes[0], loss, n_micros)
     elif micro.losses[-1].recorded:
@@ -171,7 +181,7 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
     for use in uses:
         _check(use, batch_size)
     uses = [use for use in uses if use.layer.parameters or _batch_comes_first(use, batch_size)]
-    return Captured(batch_size, scale, uses, micro.passes, micro.losses)
+    return Captured(batch_size, scale, uses, micro.passes, micro.losses, observed)
 
 
 def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -> Scale:
@@ -202,7 +212,8 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
         weight = float(batch_size) if loss.weight is None else loss.weight
     known = [part.individual for part in parts if part.individual is not None]
     individual = torch.stack(known).sum(0) if len(known) == len(parts) else None
-    return Scale(weight, divisor, divisor / factors[0], individual)
+    total = torch.stack([part.total.double() for part in parts]).sum()
+    return Scale(weight, divisor, divisor / factors[0], individual, total)
 
 
 def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
@@ -212,17 +223,20 @@ def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
     batch_size = len(individual)
     weight = float(batch_size) if loss.weight is None else loss.weight
     if call.factor is None:  # recorded beside the graph: they tell the losses, not the factor
-        return replace(_scale_without_loss(micro.passes[-1], loss, n_micros), individual=individual)
+        scale = _scale_without_loss(micro.passes[-1], loss, n_micros)
+        return replace(scale, individual=individual, total=individual.sum())
     # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
     gradient = call.factor.double()
     unscale = batch_size / gradient.sum()
-    return Scale(weight, float(batch_size), unscale, individual * gradient * unscale)
+    individual = individual * gradient * unscale
+    return Scale(weight, float(batch_size), unscale, individual, individual.sum())
 
 
 def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scale:
     weight = float(forward.batch_size) if loss.weight is None else loss.weight
     if forward.factor is not None:
-        return Scale(weight, weight, weight / forward.factor, None)
+        total = None if forward.loss is None else forward.loss * weight
+        return Scale(weight, weight, weight / forward.factor, None, total)
     if loss.module is not None:
         name, reduction = type(loss.module).__name__, getattr(loss.module, "reduction", None)
         rule = (
@@ -240,7 +254,7 @@ def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scal
             "loss as a module (loss_fn=...), return the loss from the model, or call cockpit.record_losses(losses) "
             "for each micro-batch."
         )
-    return Scale(weight, weight, weight / loss.factor, None)
+    return Scale(weight, weight, weight / loss.factor, None, None)
 
 
 def _batch_comes_first(use: Use, batch_size: int) -> bool:

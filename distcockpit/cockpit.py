@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distcockpit.announcement import announce
 from distcockpit.arguments import (
     attributes,
     bare_module,
     check_batch,
     check_choice,
-    check_curvature,
     check_epoch,
     check_loss_and_optimizer,
+    check_needs,
     check_options,
     check_step,
     chosen_quantities,
@@ -50,7 +51,7 @@ class DistCockpit:
             computes the loss, which is then taken as a mean over samples.
         optimizer: The optimizer of the model's parameters.
         store: Folder of the Zarr store.
-        quantities: Name of a preset ("economy", "business", "full"), or a list of quantities.
+        quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of quantities.
         schedule: Steps to track, for quantities without a schedule of their own.
         mode: "w-" refuses an existing run, "w" replaces one.
         process_group: The data-parallel group; that of the DDP model by default.
@@ -102,12 +103,12 @@ class DistCockpit:
             check_options(grad_scaler, flush_seconds, track_batchnorm)
             path = local_path(store)
             bare = bare_module(model)
-            chosen = chosen_quantities(quantities, schedule)
+            chosen = chosen_quantities(quantities, schedule, optimizer)
             layers = find_layers(bare, include, exclude)
             check_loss_and_optimizer(loss_fn, optimizer, bare)
             check_batchnorm(bare, track_batchnorm)
-            check_curvature(chosen, bare, loss_fn)
-            facts = model_facts(bare, layers)
+            check_needs(chosen, bare, loss_fn, optimizer)
+            facts = model_facts(bare, layers, optimizer, world.size)
         difference = first_difference(world.share(description(facts, chosen, loss_fn, track_batchnorm)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
@@ -120,6 +121,7 @@ class DistCockpit:
             loss_fn,
             track_batchnorm,
             grad_scaler,
+            optimizer,
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
         )
@@ -127,7 +129,8 @@ class DistCockpit:
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.group(facts) for q in chosen}
-                recorder = Recorder(path, mode, groups, attributes(setup, optimizer), flush_seconds)
+                recorder = Recorder(path, mode, groups, attributes(setup), flush_seconds)
+                announce(chosen, groups, str(store), world.size)
         self._session = Session(setup, recorder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,8 @@ def find_layers(
             left_out.update({full: path for full in parameters.values()})
         elif parameters or unit or not any(module.children()):
             below = {n: every_name[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-            layers.append(Layer(path, module, parameters, below, rule_for(module)))
+            is_leaf = unit or not any(module.children())
+            layers.append(Layer(path, module, parameters, below, rule_for(module), is_leaf))
     tracked = {full: layer.path for layer in layers for full in layer.parameters.values()}
     if not tracked:
         raise ValueError(

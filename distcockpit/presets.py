@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from distcockpit.quantities import (
-    Alpha,
-    GradHist1d,
-    GradHist2d,
-    HessTrace,
-    MeanGSNR,
-    OutputGradientGeometry,
-    Quantity,
-)
+from distcockpit import quantities as q
 from distcockpit.schedules import Schedule
 
 
-def economy(schedule: Schedule | None = None) -> list[Quantity]:
-    """What costs little: step size and gradient histogram."""
-    return [Alpha(schedule=schedule), GradHist1d(schedule=schedule)]
+def _distributed(schedule: Schedule | None) -> list[q.Quantity]:
+    """What only many ranks can show; cheap."""
+    kinds = (q.GradientNoiseScale, q.RankDisagreement, q.RankHealth, q.ReplicaDrift)
+    return [kind(schedule=schedule) for kind in kinds]
 
 
-def business(schedule: Schedule | None = None) -> list[Quantity]:
-    """Economy and the curvature."""
-    return [*economy(schedule), HessTrace(schedule=schedule)]
-
-
-def full(schedule: Schedule | None = None) -> list[Quantity]:
-    """Everything."""
+def economy(schedule: Schedule | None = None) -> list[q.Quantity]:
+    """What Cockpit's economy holds: first order, a few sums per layer; and what ranks can tell of each other."""
     return [
-        *business(schedule),
-        GradHist2d(schedule=schedule),
-        MeanGSNR(schedule=schedule),
-        OutputGradientGeometry(schedule=schedule),
+        q.Alpha(schedule=schedule),
+        q.Distance(schedule=schedule),
+        q.GradHist1d(schedule=schedule),
+        q.GradNorm(schedule=schedule),
+        q.InnerTest(schedule=schedule),
+        q.Loss(schedule=schedule),
+        q.NormTest(schedule=schedule),
+        q.OrthoTest(schedule=schedule),
+        q.UpdateSize(schedule=schedule),
+        *_distributed(schedule),
     ]
 
 
-PRESETS = {"economy": economy, "business": business, "full": full}
+def business(schedule: Schedule | None = None) -> list[q.Quantity]:
+    """Economy and the diagonal of the curvature."""
+    return [*economy(schedule), q.TICDiag(schedule=schedule), q.HessTrace(schedule=schedule)]
 
 
-def preset(name: str) -> list[Quantity]:
+def full(schedule: Schedule | None = None) -> list[q.Quantity]:
+    """Business, the largest eigenvalue of the Hessian, and the two-dimensional histogram."""
+    return [*business(schedule), q.HessMaxEV(schedule=schedule), q.GradHist2d(schedule=schedule)]
+
+
+def layers(schedule: Schedule | None = None) -> list[q.Quantity]:
+    """Layer by layer: outputs, parameters, gradients, updates."""
+    return [
+        q.OutputNorm(schedule=schedule),
+        q.OutputActivation(schedule=schedule),
+        q.OutputGradientGeometry(schedule=schedule),
+        q.ParameterNorm(schedule=schedule),
+        q.ParameterCondition(schedule=schedule),
+        q.GradientGeometry(schedule=schedule),
+        q.GradientActivation(schedule=schedule),
+        q.UpdateGeometry(schedule=schedule),
+    ]
+
+
+PRESETS = {"economy": economy, "business": business, "full": full, "layers": layers}
+
+
+def preset(name: str) -> list[q.Quantity]:
     """The preset of that name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from distcockpit.quantities.base import Quantity, Shard
+from distcockpit.quantities.base import Quantity
 from distcockpit.reduce import Layout, Pending
 from distcockpit.schema import Group
 from distcockpit.store import RunStore
 from distcockpit.userlog import LogEntry
 from distcockpit.writer import Writer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,18 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Result:
-    """The sums of a tracked step, on their way.
+    """Sums on their way, and facts.
 
     ``quantities`` holds each quantity with the stamp of its row: that of the step, or of the step before, where an
     update began.
     """
 
-    stamp: Stamp
+    n: int
     quantities: Sequence[tuple[Quantity, Stamp]]
     layout: Layout
     sums: Pending
-    elementwise: Pending | None
+    facts_layout: Layout
+    facts: Pending
 
 
 class Recorder:
@@ -68,6 +72,7 @@ class Recorder:
     ) -> None:
         self._writer = Writer(RunStore(path, mode, groups, attributes), flush_seconds)
         self._latest: dict[str, dict[str, Any]] = {}
+        self._notices: dict[str, str | None] = {}
         self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; belongs to the writer's thread
 
     @property
@@ -99,15 +104,11 @@ class Recorder:
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
     def _record(self, store: RunStore, result: Result) -> bool:
-        totals = result.layout.unpack(result.sums.result())
-        shard = None
-        if result.elementwise is not None:
-            first, second = np.split(result.elementwise.result(), 2)
-            shard = Shard(result.stamp.n, first, second)
+        totals = result.layout.unpack(result.sums.result()) | result.facts_layout.unpack(result.facts.result())
         commit_due = False
         for quantity, stamp in result.quantities:
             try:
-                commit_due |= self._append(store, quantity, stamp, _part(totals, quantity.name), shard, result.stamp.n)
+                commit_due |= self._append(store, quantity, stamp, _part(totals, quantity.name), result.n)
             except Exception as error:  # one quantity must not take the others with it
                 self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
         for name, value in _part(totals, "log").items():
@@ -121,17 +122,21 @@ class Recorder:
         quantity: Quantity,
         stamp: Stamp,
         totals: dict[str, np.ndarray],
-        shard: Shard | None,
         n: int,
     ) -> bool:
-        if quantity.needs.elementwise and shard is not None:
-            totals |= quantity.elementwise(shard)
         row = quantity.finalize(totals, n)
         if row is None:
             return False
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
+        self._say(quantity.name, stamp.step, quantity.notice(row))
         self._latest[quantity.name] = {"step": stamp.step, **{name: np.copy(value)[()] for name, value in row.items()}}
         return commit_due
+
+    def _say(self, name: str, step: int, notice: str | None) -> None:
+        """Log what a quantity has to say, when it changes."""
+        if notice is not None and self._notices.get(name) != notice:
+            logger.warning("distcockpit: step %d: %s", step, notice)
+        self._notices[name] = notice
 
     def _record_logs(self, store: RunStore, entries: Sequence[LogEntry]) -> bool:
         commit_due = False

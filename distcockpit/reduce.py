@@ -3,11 +3,14 @@
 A world of one needs no process group.
 
 The only file that uses torch.distributed. A tracked step makes two exchanges, or three when a quantity needs
-element-wise pooled vectors:
+element-wise pooled vectors, in this order:
 
 1. the header: a fixed-size record per rank, gathered on a CPU (gloo) group, waited for;
-2. the sums: one packed float64 buffer, all-reduced, not waited for;
-3. the element-wise vectors, likewise.
+2. element-wise vectors, such as the mean gradient: all-reduced, waited for by what needs them (on an accelerator by its
+   stream, not by the host);
+3. the sums: one packed float64 buffer, all-reduced, not waited for.
+
+An eigenvalue of the Hessian adds two exchanges per product with a vector.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEADER = ("step", "batch_size", "weight", "layout", "failed")
-"""The numbers of a header record, all exact in float64."""
+HEADER = ("step", "batch_size", "weight", "layout", "shapes", "failed")
+"""The numbers of a header record, all exact in float64: ``layout`` must agree, ``shapes`` may differ."""
 
 
 class Pending:
@@ -162,6 +165,18 @@ class World:
         if self._sums is None:
             return Pending(buffer)
         return Pending(buffer, dist.all_reduce(buffer, group=self._sums, async_op=True))
+
+    def pool(self, buffer: Tensor) -> Tensor:
+        """Add the buffers of all ranks, in place, for use on the device right after."""
+        if self._sums is not None:
+            dist.all_reduce(buffer, group=self._sums, async_op=True).wait()
+        return buffer
+
+    def tell(self, buffer: Tensor) -> Tensor:
+        """Overwrite the buffers of all ranks with that of rank 0."""
+        if self._sums is not None:
+            dist.broadcast(buffer, group=self._sums, group_src=0)
+        return buffer
 
     def close(self) -> None:
         """Give the process groups back. Every rank must have waited for its sums."""

@@ -113,23 +113,3 @@ def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ..
             "the model's output, loss_fn(model(x), y). Move what stands between them into the model as a module."
         )
     return exchanged
-
-
-def batch_statistics(captured: Captured, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and biased variance over the local batch, by name of the batch norm.
-
-    Raises:
-        RuntimeError: If a batch norm was called more than once, or not at all.
-    """
-    found = {}
-    for path, module in training_batchnorms(model):
-        inputs = [use.input for use in captured.passes[0].uses if use.layer.module is module]
-        if len(inputs) != 1:
-            raise RuntimeError(
-                f"Layer '{path}' ({type(module).__name__}) was called {len(inputs)} times in one forward pass; "
-                "track_batchnorm=True needs exactly one call of a tracked layer."
-            )
-        axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
-        variance, mean = torch.var_mean(inputs[0], axes, correction=0)
-        found[path] = (mean, variance)
-    return found

@@ -18,6 +18,9 @@ class Every:
     n: int
     offset: int = 0
 
+    def __str__(self) -> str:
+        return f"every({self.n})" if self.offset == 0 else f"every({self.n}, offset={self.offset})"
+
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ValueError(f"every(n={self.n!r}): n must be an integer of at least 1.")
@@ -41,6 +44,17 @@ class AtSteps:
 
     def __repr__(self) -> str:
         return f"AtSteps({sorted(self.steps)})"
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """The steps of any of several schedules."""
+
+    schedules: tuple[Schedule, ...]
+
+    def __call__(self, step: int) -> bool:
+        """Whether ``step`` is tracked."""
+        return any(schedule(step) for schedule in self.schedules)
 
 
 def every(n: int, offset: int = 0) -> Every:

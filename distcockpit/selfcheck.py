@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import Captured
-from distcockpit.gradients.statistics import Moments
+from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import Layer, MicroBatch
 from distcockpit.gradients.walk import walk
 
@@ -85,16 +85,16 @@ def check_gradients(
     Raises:
         RuntimeError: If one is not explained; names the layer and a way out.
     """
-    moments = Moments(unchecked)
+    sums, norms = GradientSum(unchecked), SquaredNorms(unchecked)
     values = {name: p.detach() for name, p in model.named_parameters()}
-    walk([MicroBatch(c.batch_size, c.uses) for c in captured], values, list(unchecked), [moments])
+    walk([MicroBatch(c.batch_size, c.uses) for c in captured], values, list(unchecked), [sums, norms])
     owner = {full: layer for layer in layers for full in layer.parameters.values()}
     n, explained_now = sum(c.batch_size for c in captured), []
     noise = NOISE * sum(float(g.square().sum()) for g in seen.values()) ** 0.5
-    for name, explained in moments.first.items():
+    for name, explained in sums.sums.items():
         arrived = seen.get(name, torch.zeros_like(explained))
         error, size = float((explained - arrived).norm()), float(arrived.norm())
-        everything = float((n * moments.second[name].sum()).sqrt())
+        everything = float((n * norms.values[name]).sqrt())
         if not all(map(torch.isfinite, map(torch.tensor, (error, size, everything)))):
             continue
         tolerance = GRADIENT_TOLERANCE.get(unchecked[name].dtype, LOW_PRECISION)

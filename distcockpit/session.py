@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distcockpit.clock import Clock
 from distcockpit.gradients.uses import Layer
-from distcockpit.quantities.base import Model, Quantity
-from distcockpit.recorder import Recorder, Result, Stamp
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
+from distcockpit.recorder import Recorder, Result
 from distcockpit.reduce import HEADER, Layout, Pending, World, pack
 from distcockpit.userlog import UserLog
 from distcockpit.writer import EXIT_SECONDS
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 1.0  # rows of the user's log go to the writer at most this often
 
 if TYPE_CHECKING:
-    from distcockpit.step import Start, TrackedStep
+    from distcockpit.step import TrackedStep
+    from distcockpit.update import Start
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Setup:
     loss_fn: nn.Module | None
     track_batchnorm: bool
     grad_scaler: torch.amp.GradScaler | None
+    optimizer: torch.optim.Optimizer | None
     trainable: frozenset[str]  # names of all trainable parameters
     raise_errors: bool  # whether faults of the environment raise at the next step
 
@@ -53,6 +57,11 @@ class Setup:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.bare.parameters()).device
+
+    def learning_rates(self) -> list[float | Tensor]:
+        """The present learning rate of each parameter group of the optimizer; NaN where a group has none."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("lr", float("nan")) for group in groups]
 
     def loss_scale(self) -> float | None:
         """The present scale of mixed precision, if there is a scaler."""
@@ -67,6 +76,8 @@ class Session:
     recorder: Recorder | None  # on rank 0
     userlog: UserLog = field(default_factory=UserLog)
     start: Start | None = None  # the step at which an update began that is not known yet
+    clock: Clock = field(default_factory=Clock)
+    initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     inside: TrackedStep | None = None
     unchecked: dict[str, nn.Parameter] = field(default_factory=dict)  # whose gradients were not explained yet
     broken: bool = False  # whether a tracked step failed here after its header
@@ -101,10 +112,13 @@ class Session:
                 f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
                 "the whole run, not within an epoch."
             )
+        self.clock.enter()
         self.inside, self._last_step = tracked, step
+        if not self.initial and any(q.needs.initial for q in self.setup.quantities) and self.setup.world.rank == 0:
+            self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
 
     def check_trainable(self, step: int) -> None:
-        """Whether the same parameters are trainable as at construction.
+        """Whether the same parameters are trainable as at construction, and in as many parameter groups.
 
         Raises:
             RuntimeError: If not.
@@ -115,6 +129,12 @@ class Session:
             raise RuntimeError(
                 f"track(step={step}): parameter '{min(changed)}' was frozen or unfrozen (requires_grad) after "
                 "DistCockpit was constructed. Construct a new one, with a new store, when they change."
+            )
+        now, before = len(self.setup.learning_rates()), self.setup.facts.n_parameter_groups
+        if now != before:
+            raise RuntimeError(
+                f"track(step={step}): the optimizer has {now} parameter groups, but had {before} when DistCockpit was "
+                "constructed. Construct a new one, with a new store, when they change."
             )
 
     def check_health(self) -> None:
@@ -152,6 +172,42 @@ class Session:
     def end(self) -> None:
         """The step ends."""
         self.inside = None
+        self.clock.leave()
+
+    def finish_update(self, step: int) -> Start | None:
+        """Take the start of the update that is known at the beginning of ``step``, and record its displacement.
+
+        Returns:
+            The start, or ``None`` if there is none or steps lie in between.
+        """
+        start, self.start = self.start, None
+        if start is None or start.stamp.step == step - 1:
+            if start is not None:
+                self._record_displacement(start)
+            return start
+        self.say_once(
+            "gap",
+            f"track(step={step}) came after step {start.stamp.step}: quantities over an update, such as alpha and "
+            "update_size, need steps that grow by one, and have no row here.",
+        )
+        return None
+
+    def _record_displacement(self, start: Start) -> None:
+        """Rank 0 tells the facts of an update; nothing is sent."""
+        if self.recorder is None or not start.displaced:
+            return
+        d = start.displacement(self.setup.tracked)
+        step, device = start.stamp.step, self.setup.device
+        facts = {
+            f"{q.name}/{key}": value
+            for q in start.displaced
+            for key, value in q.displacement(step, d, self.memory_of(q)).items()
+        }
+        rows = [(q, start.stamp) for q in start.displaced]
+        nothing = Pending(pack({}, device))
+        self.recorder.record(
+            Result(start.stamp.n, rows, Layout.of({}), nothing, Layout.of(facts), Pending(pack(facts, device)))
+        )
 
     def memory_of(self, quantity: Quantity) -> dict[str, Any]:
         """What a quantity keeps from step to step, after it has seen the latest total it asked for."""
@@ -166,7 +222,7 @@ class Session:
     def send(self, result: Result) -> None:
         """Hand the sums of a step to rank 0's recorder, and remember what this rank must wait for."""
         self._outstanding = [p for p in self._outstanding if not p.done()]
-        self._outstanding += [p for p in (result.sums, result.elementwise) if p is not None]
+        self._outstanding.append(result.sums)
         for quantity, _ in result.quantities:
             if quantity.reads_totals:
                 self._unread[quantity.name] = (result.layout, result.sums)
@@ -195,9 +251,12 @@ class Session:
         """Write everything and end. Only an orderly end talks with, or waits for, other ranks."""
         if self._closed:
             return
-        self._closed, self.start = True, None
+        self._closed = True
         atexit.unregister(self.close)
         try:
+            if orderly and self.start is not None:
+                self._record_displacement(self.start)
+            self.start = None
             if orderly and self.userlog.is_riding:
                 self._send_last_logs()
             if orderly:
@@ -216,8 +275,8 @@ class Session:
         riding = self.userlog.take_riding(world.size, device)
         world.header({name: 0.0 for name in HEADER} | {"step": self._last_step, "layout": digest(list(riding))})
         sums = {f"log/{name}": value for name, value in riding.items()}
-        stamp = Stamp(self._last_step, None, time.time(), 0)
-        self.send(Result(stamp, [], Layout.of(sums), world.sum(pack(sums, device)), None))
+        nothing = Pending(pack({}, device))
+        self.send(Result(0, [], Layout.of(sums), world.sum(pack(sums, device)), Layout.of({}), nothing))
 
 
 def digest(*facts: Any) -> int:

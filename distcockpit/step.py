@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -12,34 +12,21 @@ import torch
 from torch import Tensor
 
 from distcockpit import curvature
+from distcockpit.batchnorm import with_constant_statistics
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss
-from distcockpit.gradients.statistics import Moments, Projection, Statistic
+from distcockpit.curvature import Curvature
 from distcockpit.gradients.uses import MicroBatch
-from distcockpit.gradients.walk import walk
+from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.layers import check_batchnorm, training_batchnorms
-from distcockpit.quantities.base import LocalBatch, Quantity, Update
+from distcockpit.pooling import Pool, gather, wanted
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Fact, LocalBatch, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
-from distcockpit.replay import batch_statistics, replayed
 from distcockpit.selfcheck import check_gradients, check_losses, check_positions
 from distcockpit.session import Session, digest
-
-
-@dataclass(frozen=True)
-class Start:
-    """What is kept of a step at which an update begins, until the update is known."""
-
-    stamp: Stamp
-    batches: Sequence[MicroBatch]
-    values: Mapping[str, Tensor]  # the parameters before the update
-    losses: Tensor
-    scale: float | None  # of the gradient scaler
-
-    @property
-    def inputs_changed(self) -> bool:
-        """Whether a kept input was overwritten."""
-        return any(use.inputs_changed for batch in self.batches for use in batch.uses)
+from distcockpit.update import Start
 
 
 class TrackedStep:
@@ -71,6 +58,7 @@ class TrackedStep:
             except BaseException:
                 self._session.end()
                 raise
+            self._session.clock.begin()
         return self
 
     def __exit__(
@@ -78,11 +66,14 @@ class TrackedStep:
     ) -> None:
         if self._maybe_session is None:
             return
-        self._session.end()
-        if self._capture is not None:
-            self._capture.stop()
-            if kind is None:
-                self._finish(self._capture)
+        self._session.clock.end()
+        try:
+            if self._capture is not None:
+                self._capture.stop()
+                if kind is None:
+                    self._finish(self._capture)
+        finally:
+            self._session.end()
 
     def record_losses(self, losses: Tensor) -> None:
         """See ``DistCockpit.record_losses``."""
@@ -92,82 +83,66 @@ class TrackedStep:
     # -- before the forward pass ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        setup = self._setup
+        session, setup = self._session, self._setup
         self._active = [q for q in setup.quantities if q.touches(self._step)]
-        start, self._session.start = self._session.start, None
+        start = session.finish_update(self._step)
         if not self._active:
             return
-        self._session.check_trainable(self._step)
+        session.check_trainable(self._step)
         check_batchnorm(setup.bare, setup.track_batchnorm)
-        updates = [q for q in self._active if q.needs.update]
-        if start is not None and start.stamp.step != self._step - 1:
-            self._session.say_once(
-                "gap",
-                f"track(step={self._step}) came after step {start.stamp.step}: quantities over an update, such as "
-                "alpha, need steps that grow by one, and have no row here.",
-            )
-        if start is not None and start.stamp.step == self._step - 1 and any(q.starts(self._step - 1) for q in updates):
-            self._start_stamp, self._update = start.stamp, self._project_start(start)
-        if any(q.starts(self._step) for q in updates):
+        if start is not None and any(q.needs.update and q.starts(self._step - 1) for q in self._active):
+            self._start_stamp, self._update = start.stamp, start.project(setup.tracked, setup.loss_scale())
+        starting = [q for q in self._active if q.starts(self._step)]
+        if wanted(starting, "update") or (wanted(starting, "displacement") and setup.world.rank == 0):
             self._values = {name: p.detach().clone() for name, p in setup.bare.named_parameters()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
-        outputs = any(q.needs.output_gradients for q in self._active)
+        observers = {q.name: q.observe for q in starting if q.needs.outputs}
+        gradients = wanted(self._active, "output_gradients")
         norms = {path for path, _ in training_batchnorms(setup.bare)}
         self._capture = Capture(
             setup.bare,
-            [layer for layer in setup.layers if outputs or layer.parameters or layer.path in norms],
+            [layer for layer in setup.layers if gradients or observers or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
-            replay=setup.track_batchnorm or any(q.needs.curvature for q in self._active),
+            replay=setup.track_batchnorm or wanted(self._active, "curvature") or wanted(self._active, "eigenvalue"),
+            output_gradients=gradients,
+            observers=observers,
             batch_size=self._batch_size,
-            watch=self._session.unchecked,
+            watch=session.unchecked,
         )
         self._capture.start()
-
-    def _project_start(self, start: Start) -> Update:
-        """The update that began at ``start``, and the slopes of the start's samples along it."""
-        setup = self._setup
-        direction = {name: p.detach() - start.values[name] for name, p in setup.tracked.items()}
-        norm = torch.stack([d.double().square().sum() for d in direction.values()]).sum().sqrt()
-        changed = start.inputs_changed
-        slopes = Projection(direction, len(start.losses))
-        if not changed:
-            walk(start.batches, start.values, list(setup.tracked), [slopes])
-        scale = setup.loss_scale()
-        return Update(
-            norm=norm,
-            direction=direction,
-            start_losses=start.losses,
-            start_slopes=slopes.values / norm,
-            end_slopes=slopes.values[:0],
-            start_n=start.stamp.n,
-            inputs_changed=changed,
-            skipped=start.scale is not None and scale is not None and scale < start.scale,
-        )
 
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _finish(self, capture: Capture) -> None:
-        setup = self._setup
-        riding = self._session.userlog.take_riding(setup.world.size, setup.device)
+        session, setup = self._session, self._setup
+        riding = session.userlog.take_riding(setup.world.size, setup.device)
         record = {name: 0.0 for name in HEADER} | {"step": self._step}
         try:
-            self._session.check_health()
+            session.check_health()
             captured = self._captured(capture)
             curvatures = self._curvatures(captured)
+            observed = {q.name: _observed(captured, q.name) for q in self._active}
+            shapes = digest([q.shapes(observed[q.name]) for q in self._active])
         except Exception:
             self._report_failure(record)
             raise
         record["batch_size"] = sum(c.batch_size for c in captured)
         record["weight"] = sum(c.weight for c in captured)
         record["layout"] = digest([q.name for q in self._active], self._update is not None, list(riding))
+        record["shapes"] = shapes
+        before = time.perf_counter()
         records = setup.world.header(record)
-        n, weight = int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records)
-        stamp = Stamp(self._step, self._epoch, time.time(), n)
+        session.clock.wait = time.perf_counter() - before
+        pool = Pool(
+            n=int(sum(r["batch_size"] for r in records)),
+            weight=sum(r["weight"] for r in records),
+            uniform=len({r["shapes"] for r in records}) == 1,
+        )
         try:
-            self._send(captured, curvatures, stamp, n / weight if weight else 0.0, weight, riding)
+            self._send(captured, pool, curvatures, observed, riding, capture.forward_seconds)
         except BaseException:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
-            self._session.broken = True
+            session.broken = True
             raise
 
     def _report_failure(self, record: dict[str, float]) -> None:
@@ -186,21 +161,33 @@ class TrackedStep:
                     f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
                     "individual gradients belong to the parameters of the forward pass."
                 )
-        if any(q.needs.losses for q in self._active):
-            for micro in captured:
-                if micro.scale.individual is None and micro.batch_size:
-                    raise RuntimeError(
-                        f"Quantities {[q.name for q in self._active if q.needs.losses]} need individual losses. Give "
-                        "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside "
-                        "`track`, with one loss per sample."
-                    )
+        self._check_losses_are_known(captured)
         if self._session.unchecked and any(c.weight for c in captured):
             check_losses(captured)
             check_positions(captured)
-        if training_batchnorms(setup.bare):
-            return [self._with_constant_statistics(c) if c.batch_size else c for c in captured]
-        self._check_gradients(captured, capture.parameter_gradients)
-        return captured
+        if not training_batchnorms(setup.bare):
+            self._check_gradients(captured, capture.parameter_gradients)
+            return captured
+        constant = []
+        for micro in captured:
+            if micro.batch_size:
+                micro, seen = with_constant_statistics(micro, setup.bare, setup.loss_fn, setup.layers, setup.tracked)
+                self._check_gradients([micro], seen)
+            constant.append(micro)
+        return constant
+
+    def _check_losses_are_known(self, captured: Sequence[Captured]) -> None:
+        scales = [micro.scale for micro in captured if micro.batch_size]
+        for need, what, known in (
+            ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
+            ("loss", "the loss", all(scale.total is not None for scale in scales)),
+        ):
+            if wanted(self._active, need) and not known:
+                raise RuntimeError(
+                    f"Quantities {[q.name for q in self._active if getattr(q.needs, need)]} need {what}. Give "
+                    "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside `track`, "
+                    "with one loss per sample."
+                )
 
     def _check_gradients(self, captured: Sequence[Captured], seen: Mapping[str, Tensor]) -> None:
         setup, unchecked = self._setup, self._session.unchecked
@@ -208,105 +195,122 @@ class TrackedStep:
             for name in check_gradients(captured, seen, setup.bare, setup.layers, unchecked):
                 del unchecked[name]
 
-    def _with_constant_statistics(self, captured: Captured) -> Captured:
-        """The same micro-batch, differentiated with its batch statistics as constants.
-
-        Raises:
-            RuntimeError: If there is no loss module to run again.
-        """
-        setup = self._setup
-        loss_fn = setup.loss_fn
-        if loss_fn is None:
-            raise RuntimeError("track_batchnorm=True needs the loss module: DistCockpit(loss_fn=...).")
-        statistics = batch_statistics(captured, setup.bare)
-        again = Capture(setup.bare, setup.layers, Loss(loss_fn), replay=True, batch_size=captured.batch_size)
-        again.start()
-        try:
-            with replayed(setup.bare, loss_fn, captured, statistics) as loss:
-                gradients = torch.autograd.grad(loss, list(setup.tracked.values()), allow_unused=True)
-        finally:
-            again.stop()
-        (result,) = again.finish()
-        seen = {name: g.double() for name, g in zip(setup.tracked, gradients, strict=True) if g is not None}
-        self._check_gradients([result], seen)
-        return replace(result, scale=replace(result.scale, weight=captured.scale.weight))
-
     def _send(
         self,
         captured: Sequence[Captured],
-        curvatures: Mapping[curvature.Curvature, Mapping[str, Tensor]],
-        stamp: Stamp,
-        samples_per_weight: float,
-        weight: float,
+        pool: Pool,
+        curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+        observed: Mapping[str, list[list[tuple[str, Tensor]]]],
         riding: Mapping[str, Tensor],
+        forward_seconds: float,
     ) -> None:
         """Everything that is summed: computed, packed, and sent on its way."""
-        setup = self._setup
-        batches = [micro.scaled(samples_per_weight) for micro in captured]
-        losses = torch.cat([micro.individual_losses(samples_per_weight, setup.device) for micro in captured])
+        session, setup = self._session, self._setup
+        stamp = Stamp(self._step, self._epoch, time.time(), pool.n)
+        batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
+        losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
         parameters = {name: p.detach() for name, p in setup.tracked.items()}
-        statistics = {q.name: q.statistics(self._step, parameters, self._session.memory_of(q)) for q in self._active}
-        shared: list[Statistic] = []
-        moments = projection = None
-        if any(q.needs.elementwise for q in self._active):
-            shared.append(moments := Moments(parameters))
+        statistics = {q.name: q.statistics(self._step, parameters, session.memory_of(q)) for q in self._active}
+        curvatures = {k: {n: h / (pool.weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()}
+        own = [statistic for asked in statistics.values() for statistic in asked.values()]
+        gathered = gather(setup, pool, batches, self._active, own, self._update, curvatures)
+        eigenvalues = self._eigenvalues(captured, pool)
         if self._update is not None:
-            shared.append(projection := Projection(self._update.direction, len(losses)))
-        values = {name: p.detach() for name, p in setup.bare.named_parameters()}
-        own = [statistic for wanted in statistics.values() for statistic in wanted.values()]
-        walk(batches, values, list(parameters), shared + own)
-        if self._update is not None and projection is not None:
-            self._update = self._update.ending(projection.values / self._update.norm)
-        outputs = _output_gradients(batches, setup.facts.leaves)
+            self._update = self._update.ending(gathered.end_slopes)
+        totals = [micro.total_loss(pool.samples_per_weight) for micro in captured]
+        batch = LocalBatch(
+            model=setup.facts,
+            step=self._step,
+            n=pool.n,
+            local_n=len(losses),
+            rank=setup.world.rank,
+            world_size=setup.world.size,
+            loss=_sum_of_known(totals, setup.device),
+            losses=losses,
+            parameters=parameters,
+            every_parameter={name: p.detach() for name, p in setup.bare.named_parameters()},
+            initial=session.initial,
+            statistics={},
+            gradient_sums=gathered.gradient_sums,
+            mean_gradient=gathered.mean_gradient,
+            squared_norms=gathered.squared_norms,
+            projections=gathered.projections,
+            shard=gathered.shard,
+            observed=[],
+            uniform=pool.uniform,
+            output_gradients=_output_gradients(batches, setup.facts.leaves),
+            backward=_backward(batches, setup.facts.layers),
+            curvature=curvatures,
+            eigenvalues=eigenvalues,
+            update=None,
+            learning_rates=setup.learning_rates(),
+            times=session.clock.times(forward_seconds),
+        )
 
         def seen_by(quantity: Quantity) -> LocalBatch:
-            return LocalBatch(
-                model=setup.facts,
-                step=self._step,
-                n=stamp.n,
-                local_n=len(losses),
-                rank=setup.world.rank,
-                world_size=setup.world.size,
-                losses=losses,
-                parameters=parameters,
-                statistics=statistics[quantity.name],
-                output_gradients=outputs,
-                curvature={k: {n: h / (weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()},
-                update=self._update if quantity.starts(self._step - 1) else None,
-            )
+            update = self._update if quantity.starts(self._step - 1) else None
+            return replace(batch, statistics=statistics[quantity.name], observed=observed[quantity.name], update=update)
 
-        sums = {
-            f"{q.name}/{key}": torch.as_tensor(value, dtype=torch.float64, device=setup.device)
-            for q in self._active
-            for key, value in q.local(seen_by(q), self._session.memory_of(q)).items()
+        rows = [q for q in self._active if not q.needs.displacement]
+        parts = {
+            f"{q.name}/{key}": value for q in rows for key, value in q.local(seen_by(q), session.memory_of(q)).items()
         }
+        sums = {key: value for key, value in parts.items() if isinstance(value, Tensor)}
         sums |= {f"log/{name}": value for name, value in riding.items()}
-        rows = [(q, self._start_stamp if q.needs.update and self._start_stamp else stamp) for q in self._active]
-        self._session.send(
+        facts = {key: v.value for key, v in parts.items() if isinstance(v, Fact) and v.value is not None}
+        stamps = {q.name: self._start_stamp if q.needs.update and self._start_stamp else stamp for q in rows}
+        session.send(
             Result(
-                stamp,
-                rows,
+                stamp.n,
+                [(q, stamps[q.name]) for q in rows],
                 Layout.of(sums),
                 setup.world.sum(pack(sums, setup.device)),
-                None if moments is None else self._send_elementwise(moments),
+                Layout.of(facts),
+                Pending(pack(facts, setup.device)),
             )
         )
         if self._values is not None:
-            self._session.start = Start(stamp, batches, self._values, losses, setup.loss_scale())
+            starting = [q for q in self._active if q.starts(self._step)]
+            kept = batches if wanted(starting, "update") else []
+            displaced = [q for q in starting if q.needs.displacement]
+            session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
 
-    def _send_elementwise(self, moments: Moments) -> Pending:
-        parts = {"first": moments.first, "second": moments.second}
-        flat = {f"{kind}/{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
-        return self._setup.world.sum(pack(flat, self._setup.device))
+    def _eigenvalues(self, captured: Sequence[Captured], pool: Pool) -> dict[LargestEigenvalue, Eigenvalue]:
+        setup, result = self._setup, {}
+        for kind in dict.fromkeys(q.needs.eigenvalue for q in self._active):
+            if kind is not None:
+                assert setup.loss_fn is not None  # checked at construction
+                result[kind] = largest_eigenvalue(
+                    kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight
+                )
+        return result
 
-    def _curvatures(self, captured: Sequence[Captured]) -> dict[curvature.Curvature, dict[str, Tensor]]:
+    def _curvatures(self, captured: Sequence[Captured]) -> dict[Curvature, dict[str, Tensor]]:
         """Each diagonal that is asked for: the sum over this rank's micro-batches of w h."""
         setup, result = self._setup, {}
-        for kind in {q.needs.curvature for q in self._active if q.needs.curvature is not None}:
-            seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
-            assert setup.loss_fn is not None  # checked at construction
-            result[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
+        for kind in dict.fromkeys(q.needs.curvature for q in self._active):
+            if kind is not None:
+                seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
+                assert setup.loss_fn is not None  # checked at construction
+                result[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
         return result
+
+
+def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
+    """The sum, float64; ``None`` if one of the values is not known."""
+    known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
+    return torch.stack(known).sum() if len(known) == len(values) else None
+
+
+def _observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
+    """What one quantity kept of the outputs: by micro-batch, in forward order."""
+    return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]
+
+
+def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
+    """Gradients at the outputs of layers with parameters, in the order of the backward pass."""
+    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.path in layers]
+    return [(use.layer.path, gradient) for use in uses for gradient in use.output_gradients.values()]
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:

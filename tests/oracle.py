@@ -7,7 +7,7 @@ step: individual losses, individual gradients, gradients at module outputs.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Batch:
     gradients: dict[str, np.ndarray]  # [N, *shape]
     outputs: dict[str, np.ndarray]  # leaf module -> dL/dz of the pooled mean loss, [N, *]
     parameters: dict[str, np.ndarray]
+    values: dict[str, list[np.ndarray]] = field(default_factory=dict)  # leaf module -> z of each sample, all calls
 
     @property
     def n(self) -> int:
@@ -40,6 +41,10 @@ class Batch:
     @property
     def flat(self) -> np.ndarray:
         return np.concatenate([g.reshape(self.n, -1) for g in self.gradients.values()], axis=1)
+
+    def ranks(self, shards: list[int]) -> list[slice]:
+        ends = np.cumsum([0, *shards])
+        return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
 
 
 def batch(model: nn.Module, state: dict[str, Tensor], terms, x: Tensor, y: Tensor) -> Batch:
@@ -50,6 +55,7 @@ def batch(model: nn.Module, state: dict[str, Tensor], terms, x: Tensor, y: Tenso
     leaves = [(path, m) for path, m in model.named_modules() if not any(m.children())]
     x = x.double() if x.is_floating_point() else x
     rows, losses, weights, outputs = [], [], [], {path: [] for path, _ in leaves}
+    values: dict[str, list] = {path: [] for path, _ in leaves}
     for i in range(len(x)):
         seen: dict[str, list[Tensor]] = {path: [] for path, _ in leaves}
         handles = [m.register_forward_hook(_keeper(seen[path])) for path, m in leaves]
@@ -59,6 +65,9 @@ def batch(model: nn.Module, state: dict[str, Tensor], terms, x: Tensor, y: Tenso
         zs = [(path, z) for path, values in seen.items() for z in values if isinstance(z, Tensor) and z.requires_grad]
         gradients = torch.autograd.grad(loss, [*parameters, *(z for _, z in zs)], allow_unused=True)
         own, at_outputs = gradients[: len(parameters)], gradients[len(parameters) :]
+        for path, calls in seen.items():
+            if calls:
+                values[path].append(np.stack([z.detach().numpy()[0] for z in calls]))
         rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, own, strict=True)])
         losses.append(loss.item())
         weights.append(float(weight))
@@ -70,6 +79,7 @@ def batch(model: nn.Module, state: dict[str, Tensor], terms, x: Tensor, y: Tenso
         gradients={name: torch.stack([row[k] for row in rows]).numpy() * n / total for k, name in enumerate(names)},
         outputs={path: torch.stack(g).numpy() / total for path, g in outputs.items() if g},
         parameters={name: p.detach().numpy() for name, p in zip(names, parameters, strict=True)},
+        values={path: z for path, z in values.items() if z},
     )
 
 
@@ -119,23 +129,119 @@ def fit_alpha(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[fl
     return (-1.0 if mu[2] <= 0 else 2 * norm / (-mu[1] / mu[2]) - 1), mu
 
 
-def hess_trace(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Trace of the Hessian of the mean loss, a second derivative per parameter element."""
-    model, x, y = _double(model, state, x, y)
-    traces = {}
-    loss = loss_fn(model(x), y)
-    for name, p in model.named_parameters():
-        (g,) = torch.autograd.grad(loss, p, create_graph=True)
-        flat = g.reshape(-1)
-        second = [torch.autograd.grad(flat[k], p, retain_graph=True, allow_unused=True)[0] for k in range(len(flat))]
-        traces[name] = float(sum(0.0 if s is None else s.reshape(-1)[k] for k, s in enumerate(second)))
-    return traces
+def norm_test(batch: Batch) -> float:
+    """The standard error of the mean, relative to its length: the sample covariance, textbook."""
+    g = batch.flat
+    return float(np.sqrt(g.var(0, ddof=1).sum() / batch.n) / np.linalg.norm(g.mean(0)))
 
 
-def ggn_trace(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Trace of J^T H J, H the Hessian of the loss in the network's output, averaged over samples."""
+def inner_test(batch: Batch) -> float:
+    g = batch.flat
+    mean = g.mean(0)
+    return float(np.sqrt((g @ mean).var(ddof=1) / batch.n) / (mean @ mean))
+
+
+def ortho_test(batch: Batch) -> float:
+    g = batch.flat
+    mean = g.mean(0)
+    across = g - np.outer(g @ mean / (mean @ mean), mean)
+    return float(np.sqrt((across**2).sum() / (batch.n - 1) / batch.n) / np.linalg.norm(mean))
+
+
+def cabs(batch: Batch, learning_rate: float, names: list[str] | None = None) -> float:
+    names = list(batch.gradients) if names is None else names
+    g = np.concatenate([batch.gradients[k].reshape(batch.n, -1) for k in names], axis=1)
+    return float(learning_rate * g.var(0).sum() / batch.losses.mean())
+
+
+def early_stopping(batch: Batch, epsilon: float = 1e-5) -> float:
+    g = batch.flat
+    return float(1 - batch.n * np.mean(g.mean(0) ** 2 / (g.var(0, ddof=1) + epsilon)))
+
+
+def tic_diag(batch: Batch, diagonal: dict[str, np.ndarray], epsilon: float = 1e-7) -> float:
+    h = np.concatenate([diagonal[k].ravel() for k in batch.gradients])
+    return float(((batch.flat**2).mean(0) / (h + epsilon)).sum())
+
+
+def tic_trace(batch: Batch, diagonal: dict[str, np.ndarray], epsilon: float = 1e-7) -> float:
+    return float((batch.flat**2).sum(1).mean() / (sum(h.sum() for h in diagonal.values()) + epsilon))
+
+
+def output_norm(batch: Batch) -> dict[str, tuple[float, float]]:
+    """Mean over samples of the norm of the output, and of its root mean square."""
+    norms = {path: [np.linalg.norm(z) for z in samples] for path, samples in batch.values.items()}
+    sizes = {path: samples[0].size for path, samples in batch.values.items()}
+    return {path: (np.mean(each), np.mean(each) / np.sqrt(sizes[path])) for path, each in norms.items()}
+
+
+def output_activation(batch: Batch, path: str, channel_axis: int = 1, epsilon: float = 1e-8) -> tuple[float, float]:
+    """Share of active elements; share of neurons that no sample activates."""
+    active = np.abs(np.stack(batch.values[path])) > epsilon  # [N, calls, C, *]
+    axis = channel_axis + 1 if channel_axis > 0 else channel_axis
+    rates = active.mean(tuple(k for k in range(active.ndim) if k != axis % active.ndim))
+    return float(active.mean()), float((rates == 0).mean())
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def noise_scale(batch: Batch, names: list[str] | None = None) -> tuple[float, float]:
+    """Unbiased trace of the covariance of individual gradients, and squared norm of the true gradient."""
+    names = list(batch.gradients) if names is None else names
+    g = np.concatenate([batch.gradients[k].reshape(batch.n, -1) for k in names], axis=1)
+    noise = g.var(0, ddof=1).sum()
+    return float(noise), float(g.mean(0) @ g.mean(0) - noise / batch.n)
+
+
+def noise_scale_between(batch: Batch, shards: list[int]) -> tuple[float, float]:
+    """The same from the batch gradients of the ranks: one-way analysis of variance."""
+    g, mean = batch.flat, batch.flat.mean(0)
+    means = [(len(g[r]), g[r].mean(0)) for r in batch.ranks(shards) if len(g[r])]
+    noise = sum(b * ((m - mean) ** 2).sum() for b, m in means) / (len(means) - 1) if len(means) > 1 else np.nan
+    return float(noise), float(mean @ mean - noise / batch.n)
+
+
+def rank_disagreement(batch: Batch, shards: list[int]) -> list[tuple[float, float, float, int]]:
+    """Per rank: norm of its mean gradient, cosine with the mean of all, mean loss, samples."""
+    g, mean, rows = batch.flat, batch.flat.mean(0), []
+    for r in batch.ranks(shards):
+        if len(g[r]):
+            own = g[r].mean(0)
+            rows.append((float(np.linalg.norm(own)), cosine(own, mean), float(batch.losses[r].mean()), len(g[r])))
+        else:
+            rows.append((np.nan, np.nan, np.nan, 0))
+    return rows
+
+
+def hessian(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y: Tensor) -> np.ndarray:
+    """The Hessian of the mean loss in all trainable parameters, a row per parameter element."""
     model, x, y = _double(model, state, x, y)
-    traces = dict.fromkeys((n for n, _ in model.named_parameters()), 0.0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradient = torch.autograd.grad(loss_fn(model(x), y), parameters, create_graph=True)
+    flat = torch.cat([g.reshape(-1) for g in gradient])
+    unit = torch.eye(len(flat), dtype=flat.dtype)
+    rows = torch.autograd.grad(flat, parameters, unit, is_grads_batched=True, materialize_grads=True)
+    return torch.cat([r.reshape(len(flat), -1) for r in rows], 1).numpy()
+
+
+def hess_max_ev(hessian: np.ndarray, which: str) -> float:
+    values = np.linalg.eigvalsh((hessian + hessian.T) / 2)
+    return float(values[np.abs(values).argmax()] if which == "LM" else values.max())
+
+
+def diagonal_of(hessian: np.ndarray, model: nn.Module) -> dict[str, np.ndarray]:
+    """The diagonal, by parameter."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parts = np.split(np.diag(hessian), np.cumsum([p.numel() for _, p in named])[:-1])
+    return {name: part.reshape(p.shape) for (name, p), part in zip(named, parts, strict=True)}
+
+
+def ggn_diagonal(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
+    """Diagonal of J^T H J, H the Hessian of the loss in the network's output, averaged over samples."""
+    model, x, y = _double(model, state, x, y)
+    diagonal = {n: np.zeros(p.shape) for n, p in model.named_parameters()}
     for i in range(len(x)):
         z = model(x[i : i + 1])
         h = torch.autograd.functional.hessian(lambda out: loss_fn(out, y[i : i + 1]), z.detach())  # noqa: B023
@@ -143,8 +249,8 @@ def ggn_trace(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y:
         for name, p in model.named_parameters():
             rows = [torch.autograd.grad(z.reshape(-1)[k], p, retain_graph=True)[0].reshape(-1) for k in range(len(h))]
             jacobian = torch.stack(rows)
-            traces[name] += float((jacobian.T @ h @ jacobian).trace()) / len(x)
-    return traces
+            diagonal[name] += ((jacobian.T @ h) * jacobian.T).sum(1).reshape(p.shape).numpy() / len(x)
+    return diagonal
 
 
 def _double(model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor):

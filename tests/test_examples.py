@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcockpit import open_run
+from distcockpit import open_run, presets
 
 ROOT = Path(__file__).parents[1]
 BIN = str(Path(sys.executable).parent)
@@ -48,7 +48,7 @@ def test_digits_as_a_world_of_one(tmp_path: Path, model: str, optimizer: str) ->
     said = run(sys.executable, "examples/digits.py", "--store", store, *options, *SHORT)
     assert "on 1 ranks" in said
     tree = open_run(store)
-    assert set(tree.children) == {"alpha", "grad_hist_1d", "log"}
+    assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
     assert np.isfinite(tree["log"]["train_loss"]).all() and tree["log"].sizes["step"] == 12
 
 

@@ -21,5 +21,5 @@ def test_table_on_a_gpu(tmp_path: Path, model: str) -> None:
     loss = "token_mean" if model == "tokens" else "mean"
     spec = replace(Spec(str(tmp_path / "run"), model, loss), device="cuda")
     curvature = model in ("mlp", "cnn", "sigmoid")
-    states = train(0, 1, None, spec, "six" if curvature else "first order")
+    states = train(0, 1, None, spec, curvature)
     check(spec, states, open_run(spec.store), curvature)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.presets import full
+from distcockpit.presets import full, layers
 from distcockpit.quantities import Alpha, GradHist1d, HessTrace, MeanGSNR, OutputGradientGeometry
 
 
@@ -70,7 +70,7 @@ class Off:
 
 def everything() -> list[Any]:
     monte_carlo = HessTrace(curvature="diag_ggn_mc", name="monte_carlo", mc_samples=2)
-    return [*full(), monte_carlo, HessTrace(curvature="diag_ggn_exact", name="exact")]
+    return [*full(), *layers(), MeanGSNR(), monte_carlo, HessTrace(curvature="diag_ggn_exact", name="exact")]
 
 
 @pytest.mark.parametrize("kind", ["dropout", "batchnorm"])
@@ -80,7 +80,7 @@ def test_training_is_bit_identical(tmp_path: Path, kind: str) -> None:
         net = network() if kind == "dropout" else WithBatchNorm()
         if watched:
             loss_fn = nn.CrossEntropyLoss()
-            chosen = everything() if kind == "dropout" else [q for q in full() if not isinstance(q, HessTrace)]
+            chosen = [q for q in everything() if kind == "dropout" or q.needs.curvature is None]
             options = {"quantities": chosen, "schedule": every(2), "track_batchnorm": kind == "batchnorm"}
             with DistCockpit(net, loss_fn, store=tmp_path / "run.zarr", **options) as cockpit:
                 losses = curves(net, net, 0, 1, cockpit, loss_fn)
@@ -228,7 +228,7 @@ def test_nothing_holds_all_individual_gradients(tmp_path: Path, kind: str) -> No
     else:
         net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4, 5))
         x = torch.randn(128, 32, 4, 4)
-    chosen = [q for q in full() if not isinstance(q, HessTrace)]
+    chosen = [q for q in everything() if q.needs.curvature is None]
     loss_fn, y = nn.CrossEntropyLoss(), torch.arange(len(x)) % 5
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         for step in range(2):

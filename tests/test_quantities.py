@@ -277,7 +277,12 @@ def test_names() -> None:
 def test_presets_nest() -> None:
     economy, business, full = ({q.name for q in p()} for p in (presets.economy, presets.business, presets.full))
     assert economy < business < full
-    assert len(full) == 6
+    ranks = {"gradient_noise_scale", "rank_disagreement", "rank_health", "replica_drift"}
+    tests = {"norm_test", "inner_test", "ortho_test"}
+    steps = {"alpha", "distance", "update_size"}
+    assert economy == steps | tests | ranks | {"loss", "grad_norm", "grad_hist_1d"}
+    assert business - economy == {"tic_diag", "hess_trace"} and full - business == {"hess_max_ev", "grad_hist_2d"}
+    assert len(presets.layers()) == 8
     schedule = every(7)
     assert all(q.schedule is schedule for q in presets.full(schedule))
     assert [q.name for q in presets.economy() + [MeanGSNR()]][-1] == "mean_gsnr"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every
-from distcockpit.quantities import Alpha, GradHist1d, GradHist2d, HessTrace, MeanGSNR, OutputGradientGeometry
+from distcockpit import quantities as q
 
 SHARDINGS = {
     "one": [24],
@@ -24,20 +24,51 @@ SHARDINGS = {
 }
 
 
-def six() -> list[Any]:
+def everything() -> list[q.Quantity]:
+    """The whole panel."""
     return [
-        GradHist1d(range=(-0.5, 0.5), bins=60),
-        GradHist2d(bins=(20, 24), range=((-0.3, 0.3), (-0.4, 0.4)), keep_individual=True),
-        MeanGSNR(),
-        Alpha(),
-        OutputGradientGeometry(),
-        HessTrace(),
-        HessTrace(curvature="diag_ggn_exact", name="ggn_trace"),
+        *first_order(),
+        q.HessTrace(),
+        q.HessTrace(curvature="diag_ggn_exact", name="ggn_trace"),
+        q.TICDiag(),
+        q.TICDiag(curvature="diag_ggn_exact", name="tic_ggn", epsilon=1e-3),
+        q.TICTrace(),
+        q.HessMaxEV(),
+        q.HessMaxEV(which="LA", name="largest_algebraic", tolerance=1e-5),
     ]
 
 
-def without_curvature() -> list[Any]:
-    return [q for q in six() if not isinstance(q, HessTrace)]
+def first_order() -> list[q.Quantity]:
+    return [
+        q.GradHist1d(range=(-0.5, 0.5), bins=60),
+        q.GradHist2d(bins=(20, 24), range=((-0.3, 0.3), (-0.4, 0.4)), keep_individual=True),
+        q.MeanGSNR(),
+        q.Alpha(),
+        q.OutputGradientGeometry(),
+        q.Loss(),
+        q.GradNorm(),
+        q.NormTest(),
+        q.InnerTest(),
+        q.OrthoTest(),
+        q.CABS(),
+        q.EarlyStopping(),
+        q.Distance(),
+        q.UpdateSize(),
+        q.Parameters(),
+        q.Time(),
+        q.OutputNorm(),
+        q.OutputNorm(normalize_by_size=True, name="output_rms"),
+        q.OutputActivation(),
+        q.ParameterNorm(),
+        q.GradientGeometry(),
+        q.GradientActivation(),
+        q.UpdateGeometry(),
+        q.ParameterCondition(),
+        q.GradientNoiseScale(),
+        q.RankDisagreement(),
+        q.RankHealth(),
+        q.ReplicaDrift(),
+    ]
 
 
 @dataclass(frozen=True)
@@ -60,9 +91,13 @@ class Spec:
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
+    """With two parameter groups: matrices, and the rest at half the rate."""
+    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for p in model.parameters():
+        kinds[p.dim() > 1].append(p)
+    rate = {"sgd": 0.5, "adamw": 0.02}[kind]
+    groups = [{"params": kinds[True], "lr": rate}, {"params": kinds[False], "lr": rate / 2}]
+    return torch.optim.SGD(groups, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(groups)
 
 
 def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -72,12 +107,12 @@ def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x[mine].to(spec.device), y[mine].to(spec.device)
 
 
-def train(rank: int, size: int, group: Any, spec: Spec, quantities: str = "six") -> list[dict[str, Tensor]]:
+def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
     net = cases.initialised(spec.model).to(spec.device)
     model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
     loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)
-    chosen = six() if quantities == "six" else without_curvature()
+    chosen = everything() if curvature else first_order()
     states = []
     options = {"quantities": chosen, "schedule": every(1), **spec.options}
     with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:

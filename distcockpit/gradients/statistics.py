@@ -27,32 +27,60 @@ class Statistic(Protocol):
         """Add formed individual gradients of parameter ``name``."""
 
 
-class Moments:
-    """``sum_i g_i`` and ``sum_i g_i^2`` per element, in float64.
+class GradientSum:
+    """``sum_i g_i``, by parameter, in float64."""
 
-    float64 because the two are subtracted later: squares of float32 numbers are exact in float64, and a
-    difference of sums of them loses nothing that the individual gradients had.
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+
+    def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """``delta^T x``."""
+        self.sums[name].addmm_(delta.double().T, x.double())
+
+    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+        """The sum over the samples of the block."""
+        self.sums[name] += gradients.sum(0, dtype=torch.float64)
+
+
+class SquareSum:
+    """``sum_i g_i^2``, element by element, by parameter, in float64.
+
+    float64 because ``N G^2`` is subtracted later: squares of float32 numbers are exact in float64, and a difference
+    of sums of them loses nothing that the individual gradients had.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.first = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
-        self.second = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+        self.sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """``delta^T x`` and ``(delta^2)^T (x^2)``."""
-        delta, x = delta.double(), x.double()
-        self.first[name].addmm_(delta.T, x)
-        self.second[name].addmm_(delta.square().T, x.square())
+        """``(delta^2)^T (x^2)``."""
+        self.sums[name].addmm_(delta.double().square_().T, x.double().square_())
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
-        """Sums over the samples of the block."""
-        gradients = gradients.double()
-        self.first[name] += gradients.sum(0)
-        self.second[name] += gradients.square_().sum(0)
+        """The sum over the samples of the block."""
+        self.sums[name] += gradients.double().square_().sum(0)
+
+
+class SquaredNorms:
+    """``sum_i |g_i|^2``: one number per parameter, ``values``, float64, for the reason given in `SquareSum`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.values = {n: torch.zeros((), dtype=torch.float64, device=p.device) for n, p in parameters.items()}
+
+    def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """``sum_i |delta_i|^2 |x_i|^2``."""
+        self.values[name] += delta.double().square_().sum(1) @ x.double().square_().sum(1)
+
+    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+        """The sum over the block."""
+        self.values[name] += gradients.double().square_().sum()
 
 
 class Projection:
-    """``<g_i, v>`` for every sample of the local batch: ``values``, float64, shape ``[B]``."""
+    """``<g_i, v>`` for every sample of the local batch: ``values``, float64, shape ``[B]``.
+
+    In float64, because the variance of the projections over samples may be small against their mean.
+    """
 
     def __init__(self, direction: Mapping[str, Tensor], batch_size: int) -> None:
         self.direction = direction
@@ -61,9 +89,7 @@ class Projection:
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``<delta_i, V x_i>``."""
-        self.values[samples] += ((x.to(delta.dtype) @ self.direction[name].to(delta.dtype).T) * delta).sum(
-            1, dtype=torch.float64
-        )
+        self.values[samples] += ((x.double() @ self.direction[name].double().T) * delta.double()).sum(1)
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The inner product itself."""

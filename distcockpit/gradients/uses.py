@@ -54,6 +54,7 @@ class Layer:
     parameters: Mapping[str, str]  # local name -> name in the model, of the tracked ones
     names: Mapping[str, str]  # the same of all parameters of this module and those below it
     rule: Rule
+    is_leaf: bool  # whether it has no tracked modules below it
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Use:
     random_state: RandomState | None
     autocast: torch.dtype | None  # the type of mixed precision in the call, if any
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's leaves
+    observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
 
     @property
     def delta(self) -> Tensor:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
 STATUS = (
@@ -76,13 +77,13 @@ class Alpha(Quantity):
         if update is None:
             return {}
         samples = (update.start_losses, batch.losses, update.start_slopes, update.end_slopes)
-        facts = {
+        sums: dict[str, Tensor | Fact] = {
             "update_norm": batch.once(update.norm),
             "start_n": batch.once(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
             "skipped": batch.once(update.skipped),
         }
-        return facts | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
+        return sums | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
 
     def finalize(self, totals: Totals, n: int) -> Row | None:
         """The fit."""

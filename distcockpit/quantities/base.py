@@ -15,123 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import Statistic
+from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
 from distcockpit.schedules import Schedule
 from distcockpit.schema import NAME, Group, Row
 
-Sums = dict[str, Tensor]
-"""Additive facts of one rank, by name; the total over ranks is their sum, in float64. Names and shapes must be the same
-on all ranks, also on one without samples."""
+Sums = Mapping[str, Tensor | Fact]
+"""What one rank contributes, by name: tensors, whose total over ranks is their sum, in float64, and facts. Names and
+shapes must be the same on all ranks, also on one without samples."""
 
 Totals = Mapping[str, np.ndarray]
 """The same after adding up, as float64 arrays."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a quantity asks of the tracked step, beside its own statistics over individual gradients.
-
-    Args:
-        losses: Individual losses.
-        update: The step of the optimizer that began at the previous tracked step, and both ends of it.
-        elementwise: The pooled element-wise sums of g_i and g_i^2, by way of :meth:`Quantity.elementwise`.
-        output_gradients: Gradients at the outputs of all leaf modules.
-        curvature: A diagonal of the curvature.
-    """
-
-    losses: bool = False
-    update: bool = False
-    elementwise: bool = False
-    output_gradients: bool = False
-    curvature: Curvature | None = None
-
-
-@dataclass(frozen=True)
-class Model:
-    """Facts about the tracked part of a model that stay the same during a run."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # of the tracked parameters, by name
-    leaves: Mapping[str, bool]  # names of tracked leaf modules -> whether it is an activation
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of the tracked parameters."""
-        return list(self.shapes)
-
-    @property
-    def n_parameters(self) -> int:
-        """P: number of tracked elements."""
-        return sum(int(np.prod(shape)) for shape in self.shapes.values())
-
-
-@dataclass(frozen=True)
-class Update:
-    """The optimizer's step d = theta_{t+1} - theta_t, seen from the batches at both ends; this rank's part.
-
-    Projections are float64 ``[B]``: ``<g_i, d> / |d|`` of this rank's samples.
-    """
-
-    norm: Tensor  # float64, a number
-    direction: Mapping[str, Tensor]  # d, by parameter
-    start_losses: Tensor
-    start_slopes: Tensor
-    end_slopes: Tensor
-    start_n: int  # samples of all ranks at the start
-    inputs_changed: bool  # whether kept inputs of the start were overwritten before the projection
-    skipped: bool  # whether the gradient scaler skipped the optimizer's step
-
-    def ending(self, end_slopes: Tensor) -> Update:
-        """The same update, with the projections of the batch at its end."""
-        return dataclasses.replace(self, end_slopes=end_slopes)
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """This rank's part of the pooled batch of a tracked step. Everything is scaled to the pooled meaning."""
-
-    model: Model
-    step: int
-    n: int  # N: samples of all ranks
-    local_n: int  # B_r
-    rank: int
-    world_size: int
-    losses: Tensor  # float64 [B_r]: l_i; zeros where no quantity asked for them and none are known
-    parameters: Mapping[str, Tensor]
-    statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
-    curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
-    update: Update | None
-
-    def once(self, value: float | Tensor | np.ndarray) -> Tensor:
-        """A fact that all ranks hold alike, as a sum: itself (float64) on rank 0, zero elsewhere."""
-        device = next(iter(self.parameters.values())).device
-        fact = torch.as_tensor(value, dtype=torch.float64, device=device)
-        return fact if self.rank == 0 else torch.zeros_like(fact)
-
-    def vector(self, values: Sequence[Tensor | float]) -> Tensor:
-        """Numbers as float64 ``[len(values)]`` on the model's device, without waiting for the device."""
-        device = next(iter(self.parameters.values())).device
-        parts = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
-
-    def slot(self, value: Tensor) -> Tensor:
-        """A fact of this rank, as a sum: ``[world_size]``, zero in the slots of the others."""
-        slots = value.new_zeros(self.world_size)
-        slots[self.rank] = value
-        return slots
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A range of the pooled element-wise sums, flattened over the tracked parameters; float64 arrays."""
-
-    n: int
-    first: np.ndarray  # sum_i g_i
-    second: np.ndarray  # sum_i g_i^2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +97,29 @@ class Quantity(ABC):
             memory: Belongs to this quantity and lasts from step to step.
         """
 
-    def elementwise(self, shard: Shard) -> dict[str, np.ndarray]:
-        """Additive part of a range of elements, from their pooled sums; joins the totals."""
-        return {}
+    def observe(self, output: Tensor) -> Tensor:
+        """What to keep of an output of a leaf module, ``[B, *]``; for quantities that need outputs.
+
+        It is called in the forward pass, because modules that work in place overwrite outputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe(output).")
+
+    def shapes(self, observed: Sequence[Sequence[tuple[str, Tensor]]]) -> object:
+        """What the shapes of this quantity's sums depend on, beside the model and the options.
+
+        If ranks differ, ``LocalBatch.uniform`` is false, and sums must have a shape that depends on nothing.
+        """
+        return None
+
+    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Facts of the optimizer's step that began at ``step``; on rank 0, for quantities that need the displacement.
+
+        Args:
+            step: The step t.
+            d: ``theta_{t+1} - theta_t`` by parameter, float64.
+            memory: Belongs to this quantity and lasts from step to step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs the displacement, so it must define displacement().")
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:
         """Take what the next step needs from the totals; every rank does."""
@@ -211,6 +127,10 @@ class Quantity(ABC):
     @abstractmethod
     def finalize(self, totals: Totals, n: int) -> Row | None:
         """The row, from the totals over ranks and N; ``None`` if this step has no row."""
+
+    def notice(self, row: Row) -> str | None:
+        """What someone who does not look at the store should hear, once; ``None`` if all is well."""
+        return None
 
     def options(self) -> dict[str, str]:
         """The fields that define what is computed, for the store and for the comparison of ranks."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from distcockpit.gradients.statistics import Histogram1d, Statistic
 from distcockpit.kernels import OUTSIDE
 from distcockpit.quantities.adaptation import GradAbsMax
-from distcockpit.quantities.base import LocalBatch, Model, Quantity, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import Fact, LocalBatch, Model
 from distcockpit.quantities.histograms import (
     OUTSIDE_FIELDS,
     Axis,
@@ -91,7 +92,7 @@ class GradHist1d(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Counts per slot; the largest element in this rank's slot."""
-        sums = self._axis.measured(batch)
+        sums: dict[str, Tensor | Fact] = {**self._axis.measured(batch)}
         if self.starts(batch.step):
             histogram: Histogram1d = batch.statistics["histogram"]  # type: ignore[assignment]
             sums["slots"] = as_sum(histogram.counts, (self.bins + OUTSIDE,), batch)

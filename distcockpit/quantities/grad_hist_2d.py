@@ -14,7 +14,8 @@ from torch import Tensor
 from distcockpit.gradients.statistics import Histogram2d, Statistic
 from distcockpit.kernels import OUTSIDE
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
-from distcockpit.quantities.base import LocalBatch, Model, Quantity, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import Fact, LocalBatch, Model
 from distcockpit.quantities.histograms import (
     OUTSIDE_FIELDS,
     Axis,
@@ -119,7 +120,7 @@ class GradHist2d(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Counts per pair of slots; the largest values in this rank's slots."""
         gradient, parameter = self._axes
-        sums = gradient.measured(batch) | parameter.measured(batch)
+        sums: dict[str, Tensor | Fact] = {**gradient.measured(batch), **parameter.measured(batch)}
         if not self.starts(batch.step):
             return sums
         histogram: Histogram2d = batch.statistics["histogram"]  # type: ignore[assignment]

@@ -8,8 +8,22 @@ from typing import Any, ClassVar
 import torch
 
 from distcockpit.curvature import KINDS, Curvature
-from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
+
+
+def checked_curvature(owner: str, curvature: str, mc_samples: int, seed: int) -> Curvature:
+    """The diagonal that a quantity's options describe.
+
+    Raises:
+        ValueError: If one breaks its rule.
+    """
+    if curvature not in KINDS:
+        raise ValueError(f"{owner}(curvature={curvature!r}): must be one of {list(KINDS)}.")
+    if mc_samples < 1:
+        raise ValueError(f"{owner}(mc_samples={mc_samples!r}): must be at least 1.")
+    return Curvature(curvature, mc_samples, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +48,16 @@ class HessTrace(Quantity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.curvature not in KINDS:
-            raise ValueError(f"HessTrace(curvature={self.curvature!r}): must be one of {list(KINDS)}.")
-        if self.mc_samples < 1:
-            raise ValueError(f"HessTrace(mc_samples={self.mc_samples!r}): must be at least 1.")
+        self._kind  # noqa: B018 - checks the arguments
+
+    @property
+    def _kind(self) -> Curvature:
+        return checked_curvature(type(self).__name__, self.curvature, self.mc_samples, self.seed)
 
     @property
     def needs(self) -> Needs:
         """The diagonal."""
-        return Needs(curvature=Curvature(self.curvature, self.mc_samples, self.seed))
+        return Needs(curvature=self._kind)
 
     def group(self, model: Model) -> Group:
         """A trace per parameter."""
@@ -51,7 +66,7 @@ class HessTrace(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's part of the traces."""
-        diagonal = batch.curvature[self.needs.curvature]  # type: ignore[index]
+        diagonal = batch.curvature[self._kind]
         return {"trace": torch.stack([diagonal[name].sum() for name in batch.parameters])}
 
     def finalize(self, totals: Totals, n: int) -> Row:

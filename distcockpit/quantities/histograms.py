@@ -14,7 +14,8 @@ from torch import Tensor
 from distcockpit.gradients.statistics import AbsMax, Statistic
 from distcockpit.kernels import bin_edges
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
-from distcockpit.quantities.base import LocalBatch, Totals
+from distcockpit.quantities.base import Totals
+from distcockpit.quantities.batch import LocalBatch
 from distcockpit.schedules import Schedule
 
 Range = tuple[float, float]

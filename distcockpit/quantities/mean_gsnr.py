@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Shard, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
 
@@ -36,23 +37,18 @@ class MeanGSNR(Quantity):
 
     @property
     def needs(self) -> Needs:
-        """The pooled sums of g_i and g_i^2."""
-        return Needs(elementwise=True)
+        """The pooled G and the sums of g_i^2."""
+        return Needs(mean_gradient=True, squared_gradients=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""
         return Group({"mean_gsnr": Field((), "mean gradient signal-to-noise ratio")}, {}, self.attributes())
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Nothing that can be added before pooling."""
-        return {}
-
-    def elementwise(self, shard: Shard) -> dict[str, np.ndarray]:
-        """Sum of the ratio over the elements of the shard, and their number."""
-        with np.errstate(all="ignore"):
-            mean = shard.first / shard.n
-            ratio = mean**2 / (shard.second / shard.n - mean**2 + self.epsilon)
-        return {"ratio": ratio.sum(), "elements": np.float64(ratio.size)}
+        """Sum of the ratio over this rank's range of elements."""
+        squared = batch.shard.mean.square()
+        ratio = squared / (batch.shard.squares / batch.n - squared + self.epsilon)
+        return {"ratio": ratio.sum(), "elements": batch.vector([ratio.numel()])[0]}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The mean."""

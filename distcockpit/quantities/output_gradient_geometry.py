@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from distcockpit.quantities.base import LocalBatch, Model, Needs, Quantity, Sums, Totals
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
 
@@ -59,7 +60,7 @@ class OutputGradientGeometry(Quantity):
         """Squares, sizes, and inner products with what this rank kept from the previous tracked step."""
         layers, gradients = self._layers(batch.model.leaves), batch.output_gradients
         now = {path: list(gradients[path]) for path in layers}
-        sums = {
+        sums: dict[str, Tensor | Fact] = {
             "squares": batch.vector([_dot(now[path], now[path]) for path in layers]),
             "elements": batch.vector([sum(g.numel() for g in now[path]) for path in layers]),
         }

@@ -1,0 +1,206 @@
+"""What a quantity sees: facts about the model, and this rank's part of the pooled batch of a tracked step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.curvature import Curvature
+from distcockpit.gradients.statistics import Statistic
+from distcockpit.hessian import Eigenvalue, LargestEigenvalue
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a quantity asks of the tracked step, beside its own statistics over individual gradients.
+
+    Args:
+        loss: The pooled loss.
+        losses: Individual losses.
+        mean_gradient: The pooled mean gradient G, and this rank's part of it.
+        squared_norms: The sums of ``|g_i|^2``, by parameter.
+        projections: ``<g_i, G>`` of every sample.
+        squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
+        curvature: A diagonal of the curvature.
+        pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
+        eigenvalue: An eigenvalue of the pooled Hessian.
+        outputs: Outputs of the leaf modules, by way of :meth:`Quantity.observe`.
+        output_gradients: Gradients at the outputs of all leaf modules.
+        update: The step of the optimizer that began at the previous tracked step, seen from the batches at both ends.
+        displacement: The step of the optimizer itself, by way of :meth:`Quantity.displacement`.
+        initial: The parameters at the first call of `track`, on rank 0.
+        optimizer: The parameter groups and learning rates of the optimizer.
+    """
+
+    loss: bool = False
+    losses: bool = False
+    mean_gradient: bool = False
+    squared_norms: bool = False
+    projections: bool = False
+    squared_gradients: bool = False
+    curvature: Curvature | None = None
+    pooled_curvature: bool = False
+    eigenvalue: LargestEigenvalue | None = None
+    outputs: bool = False
+    output_gradients: bool = False
+    update: bool = False
+    displacement: bool = False
+    initial: bool = False
+    optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """Facts about the model and the ranks that stay the same during a run."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the tracked parameters, by name
+    leaves: Mapping[str, bool] = field(default_factory=dict)  # tracked leaf modules -> whether it is an activation
+    layers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # layers -> tracked parameters, each in one
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # NumPy names of the tracked parameters' types
+    every_parameter: Sequence[str] = ()  # names of all parameters, tracked or not
+    parameter_groups: Mapping[str, int] = field(default_factory=dict)  # tracked parameters -> group of the optimizer
+    n_parameter_groups: int = 0
+    world_size: int = 1
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the tracked parameters."""
+        return list(self.shapes)
+
+    @property
+    def n_parameters(self) -> int:
+        """P: number of tracked elements."""
+        return sum(int(np.prod(shape)) for shape in self.shapes.values())
+
+    @property
+    def layer_labels(self) -> list[str]:
+        """Names of the layers with tracked parameters, as the store shows them."""
+        return [label(path) for path in self.layers]
+
+
+def label(path: str) -> str:
+    """A module's name as the store shows it; the model itself has an empty one."""
+    return path or "(model)"
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's step d = theta_{t+1} - theta_t, seen from the batches at both ends; this rank's part.
+
+    Projections are float64 ``[B]``: ``<g_i, d> / |d|`` of this rank's samples.
+    """
+
+    norm: Tensor  # float64, a number
+    direction: Mapping[str, Tensor]  # d, by parameter
+    start_losses: Tensor
+    start_slopes: Tensor
+    end_slopes: Tensor
+    start_n: int  # samples of all ranks at the start
+    inputs_changed: bool  # whether kept inputs of the start were overwritten before the projection
+    skipped: bool  # whether the gradient scaler skipped the optimizer's step
+
+    def ending(self, end_slopes: Tensor) -> Update:
+        """The same update, with the projections of the batch at its end."""
+        return dataclasses.replace(self, end_slopes=end_slopes)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's range of the pooled element-wise vectors, flattened over the tracked parameters; float64.
+
+    The ranges of all ranks together hold every element once. What no quantity asked for is empty.
+    """
+
+    mean: Tensor  # G
+    squares: Tensor  # sum_i g_i^2
+    curvature: Mapping[Curvature, Tensor]  # h
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where this rank's time went, in seconds; NaN where it is not known."""
+
+    elapsed: float  # since the construction of the cockpit
+    step: float  # from the end of the previous backward pass to the end of this one
+    outside: float  # of it, between the `track` of the previous step and that of this one: data, optimizer
+    track: float  # of it, inside `track`: forward and backward
+    forward: float  # of it, in the forward of the model
+    wait: float  # at the header, for the other ranks
+    cockpit: float  # in the cockpit's own work for this step, the wait left out
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that all ranks hold alike: told by rank 0, not sent. Other ranks hold ``None``."""
+
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's part of the pooled batch of a tracked step. Everything is scaled to the pooled meaning.
+
+    What no quantity of the step asked for is empty.
+    """
+
+    model: Model
+    step: int
+    n: int  # N: samples of all ranks
+    local_n: int  # B_r
+    rank: int
+    world_size: int
+    loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if it is not known
+    losses: Tensor  # float64 [B_r]: l_i; zeros where no quantity asked for them and none are known
+    parameters: Mapping[str, Tensor]
+    every_parameter: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0
+    statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
+    gradient_sums: Mapping[str, Tensor]  # this rank's sum_i g_i, by parameter, float64
+    mean_gradient: Mapping[str, Tensor]  # the pooled G, by parameter, float64
+    squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
+    projections: Tensor  # float64 [B_r]: <g_i, G>
+    shard: Shard
+    observed: Sequence[Sequence[tuple[str, Tensor]]]  # what `observe` returned: micro-batch, call in forward order
+    uniform: bool  # whether `shapes` said the same on all ranks
+    output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
+    backward: Sequence[tuple[str, Tensor]]  # gradients at outputs of layers with parameters, as the backward met them
+    curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
+    eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
+    update: Update | None
+    learning_rates: Sequence[float | Tensor]
+    times: Times
+
+    def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> Fact:
+        """A fact that all ranks hold alike. A callable is called on rank 0 only."""
+        if self.rank:
+            return Fact(None)
+        device = next(iter(self.parameters.values())).device
+        known = value() if callable(value) and not isinstance(value, Tensor) else value
+        return Fact(torch.as_tensor(known, dtype=torch.float64, device=device))
+
+    def vector(self, values: Sequence[Tensor | float]) -> Tensor:
+        """Numbers as float64 ``[len(values)]`` on the model's device, without waiting for the device."""
+        device = next(iter(self.parameters.values())).device
+        parts = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+    def slot(self, value: Tensor | float) -> Tensor:
+        """A fact of this rank, as a sum: ``[world_size, *value.shape]``, zero in the slots of the others."""
+        device = next(iter(self.parameters.values())).device
+        own = torch.as_tensor(value, dtype=torch.float64, device=device)
+        slots = own.new_zeros(self.world_size, *own.shape)
+        slots[self.rank] = own
+        return slots
+
+    def collected(self, values: Tensor, index: Sequence[int], size: int) -> Tensor:
+        """Sums of the values that have the same index: ``[size]``, from ``values [k]`` and ``index [k]``."""
+        return values.new_zeros(size).index_add_(0, torch.tensor(index, device=values.device), values)
+
+    def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """``|t|^2`` by parameter, float64 ``[parameters]``."""
+        return self.vector([tensors[name].double().square().sum() for name in self.parameters])

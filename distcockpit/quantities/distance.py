@@ -1,0 +1,50 @@
+"""Distance of the parameters from where they began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance(Quantity):
+    r"""Euclidean distance of the parameters from their values at the first call of ``track``.
+
+    $\|\theta_t - \theta_0\|$, per parameter and of the whole. In units of the parameters. Rank 0 keeps a copy of the
+    tracked parameters.
+    """
+
+    source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
+
+    @property
+    def needs(self) -> Needs:
+        """The first parameters."""
+        return Needs(initial=True)
+
+    def group(self, model: Model) -> Group:
+        """A distance per parameter, and that of the whole."""
+        fields = {
+            "distance": Field(("parameter",), "distance from initialisation", "parameter"),
+            "total": Field((), "distance of all parameters from initialisation", "parameter"),
+        }
+        return Group(fields, {"parameter": model.parameters}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The squared distances, which all ranks know."""
+        return {
+            "squares": batch.once(
+                lambda: batch.squared_norm({
+                    name: p.double() - batch.initial[name].double() for name, p in batch.parameters.items()
+                })
+            )
+        }
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The distances."""
+        return {"distance": np.sqrt(totals["squares"]), "total": np.sqrt(totals["squares"].sum())}

@@ -1,0 +1,57 @@
+"""The evidence-based criterion for early stopping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping(Quantity):
+    r"""Evidence-based early-stopping criterion: above zero the gradient is what noise alone would give.
+
+    $$1 - \frac{N}{D}\sum_d \frac{G_d^2}{v_d + \epsilon}, \qquad v_d = \frac{\sum_i g_{i,d}^2 - N G_d^2}{N - 1}$$
+
+    Mahsereci, Balles, Lassner and Hennig 2017, "Early Stopping without a Validation Set", arXiv:1703.09580, Eq. 7.
+    Unitless. Derived for SGD; computed for any optimizer. NaN for fewer than two samples. The two terms of the
+    variance are subtracted in float64.
+
+    Args:
+        epsilon: Added to the variance, at least 0.
+    """
+
+    epsilon: float = 1e-5
+
+    source: ClassVar[str] = "Mahsereci et al. 2017, arXiv:1703.09580, Eq. 7"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.epsilon >= 0:
+            raise ValueError(f"EarlyStopping(epsilon={self.epsilon!r}): must be at least 0.")
+
+    @property
+    def needs(self) -> Needs:
+        """The pooled G and the sums of g_i^2."""
+        return Needs(mean_gradient=True, squared_gradients=True)
+
+    def group(self, model: Model) -> Group:
+        """One number per step."""
+        remark = "stop above 0; derived for SGD, computed for any optimizer"
+        return Group({"early_stopping": Field((), "early stopping criterion", "1", remark)}, {}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """Sum of the ratio over this rank's range of elements."""
+        squared = batch.shard.mean.square()
+        variance = (batch.shard.squares - batch.n * squared) / max(batch.n - 1, 1)
+        ratio = squared / (variance + self.epsilon)
+        return {"ratio": ratio.sum(), "elements": batch.vector([ratio.numel()])[0]}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The criterion."""
+        return {"early_stopping": 1 - n * totals["ratio"] / totals["elements"] if n > 1 else np.nan}

@@ -1,0 +1,42 @@
+"""Norms and directions of vectors over time: what gradients and updates of parameters share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import Totals
+from distcockpit.schema import Field
+
+PREVIOUS = Field((), "previous tracked step", description="-1: there was none", dtype="int64")
+
+
+def compared(step: int, now: Mapping[str, Tensor], memory: dict[str, Any]) -> Tensor:
+    """Facts about vectors and their predecessors, which ``memory`` keeps: float64 ``[3 parameters + 1]``.
+
+    Squared norms, squared norms before, inner products of both, and the step before (-1: none).
+
+    Args:
+        step: This step.
+        now: The vectors, by parameter.
+        memory: Of the quantity.
+    """
+    before = memory.get("before", now)
+    pairs = [(v.double().reshape(-1), before[name].double().reshape(-1)) for name, v in now.items()]
+    facts = [torch.stack([v @ v, b @ b, v @ b]) for v, b in pairs]
+    last = torch.as_tensor([memory.get("step", -1)], dtype=torch.float64, device=facts[0].device)
+    memory.update(before=now, step=step)
+    return torch.cat([torch.stack(facts).T.reshape(-1), last])
+
+
+def norm_and_correlation(totals: Totals) -> dict[str, Any]:
+    """Norm, cosine with the previous vector (NaN without one, or where a norm is zero), and the step of the latter."""
+    facts = totals["compared"]
+    squares, before, inner = facts[:-1].reshape(3, -1)
+    with np.errstate(all="ignore"):
+        cosine = inner / np.sqrt(squares * before) if facts[-1] >= 0 else np.full_like(inner, np.nan)
+    return {"norm": np.sqrt(squares), "correlation": cosine, "previous_step": int(facts[-1])}

@@ -1,0 +1,66 @@
+"""How much of each parameter receives a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientActivation(Quantity):
+    r"""Share of the elements of each parameter with a gradient, and share of its neurons without any.
+
+    An element is active if $|G_d| > \epsilon$ for the pooled mean gradient; a neuron, which is one index of the
+    parameter's first axis, is dead if none of its elements is active. The gradient-activation lens of monitorch for the
+    gradient of the pooled batch: a neuron that is dead on each rank's own batch may be alive in the whole. Shares of 1;
+    NaN for N = 0.
+
+    Args:
+        epsilon: Magnitude up to which a gradient counts as zero, at least 0.
+    """
+
+    epsilon: float = 1e-8
+
+    source: ClassVar[str] = "the parameter-gradient-activation lens of monitorch, pooled over ranks"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.epsilon >= 0:
+            raise ValueError(f"GradientActivation(epsilon={self.epsilon!r}): must be at least 0.")
+
+    @property
+    def needs(self) -> Needs:
+        """G."""
+        return Needs(mean_gradient=True)
+
+    def group(self, model: Model) -> Group:
+        """Two shares per parameter."""
+        fields = {
+            "active": Field(("parameter",), "share of elements with a gradient"),
+            "dead": Field(("parameter",), "share of neurons without a gradient"),
+        }
+        return Group(fields, {"parameter": model.parameters}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The shares, which all ranks know."""
+
+        def shares() -> Tensor:
+            rows = [g.reshape(len(g) if g.dim() else 1, -1) for g in batch.mean_gradient.values()]
+            active = [~(row.abs() <= self.epsilon) for row in rows]  # what is not finite is not zero
+            pairs = [(a.double().mean(), (~a.any(1)).double().mean()) for a in active]
+            return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])
+
+        return {"shares": batch.once(shares)}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The same."""
+        active, dead = totals["shares"] if n else np.full_like(totals["shares"], np.nan)
+        return {"active": active, "dead": dead}

@@ -1,0 +1,55 @@
+"""Condition number of the weight matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCondition(Quantity):
+    r"""Condition number $\sigma_{\max} / \sigma_{\min}$ of each parameter with two axes or more, and $\sigma_{\max}$.
+
+    The parameter is taken as the matrix ``[first axis, all others]``, as a convolution uses it. Large numbers show
+    layers that squeeze some directions away; the spectral norm bounds how much a layer amplifies. Unitless, and in
+    units of the parameter. Infinite for a matrix without full rank, NaN where an element is not finite. A singular
+    value decomposition per parameter, on rank 0's background thread: expensive for large layers.
+    """
+
+    source: ClassVar[str] = "Golub and Van Loan, Matrix Computations, section 2.6"
+
+    def _matrices(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        return [name for name, shape in shapes.items() if len(shape) > 1]
+
+    def group(self, model: Model) -> Group:
+        """Two numbers per matrix."""
+        fields = {
+            "parameter_condition": Field(("parameter",), "condition number"),
+            "spectral_norm": Field(("parameter",), "largest singular value", "parameter"),
+        }
+        return Group(fields, {"parameter": self._matrices(model.shapes)}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The matrices, which all ranks hold."""
+        matrices = self._matrices(batch.model.shapes)
+        return {name: batch.once(batch.parameters[name].flatten(1)) for name in matrices}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """Their extreme singular values."""
+        ends = np.array([_extreme_singular_values(matrix) for matrix in totals.values()]).reshape(-1, 2)
+        with np.errstate(all="ignore"):
+            return {"parameter_condition": ends[:, 0] / ends[:, 1], "spectral_norm": ends[:, 0]}
+
+
+def _extreme_singular_values(matrix: np.ndarray) -> tuple[float, float]:
+    if not matrix.size or not np.isfinite(matrix).all():
+        return np.nan, np.nan
+    values = np.linalg.svd(matrix, compute_uv=False)
+    return values[0], values[-1]

@@ -1,0 +1,39 @@
+"""The parameters themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters(Quantity):
+    """Values of all tracked parameters before the optimizer's step; one array per parameter, in its shape.
+
+    As large as the model at every tracked step: for small models and sparse schedules. Types of lower precision than
+    float32 are stored as float32, which holds them exactly.
+    """
+
+    source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
+
+    def group(self, model: Model) -> Group:
+        """One array per parameter, with dimensions named after it."""
+        fields: dict[str, Field] = {}
+        sizes: dict[str, int] = {}
+        for name, shape in model.shapes.items():
+            axes = {f"{name}_{axis}": size for axis, size in enumerate(shape)}
+            fields[name] = Field(tuple(axes), f"parameter {name}", "parameter", dtype=model.dtypes[name])
+            sizes |= axes
+        return Group(fields, sizes, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The values, which all ranks hold."""
+        return {name: batch.once(p) for name, p in batch.parameters.items()}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The same."""
+        return dict(totals)

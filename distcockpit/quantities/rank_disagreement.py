@@ -1,0 +1,59 @@
+"""How far the batch of each rank is from the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDisagreement(Quantity):
+    r"""Per rank: norm of its mean gradient $G_r$, cosine of $G_r$ with the pooled G, its mean loss, its batch size.
+
+    $G_r$ and the loss are means over the rank's own samples. A rank whose numbers differ for long holds different
+    data: another distribution, another preprocessing, broken labels. In units of loss per parameter, 1, and loss. NaN
+    for a rank without samples; the loss is NaN where it is not known.
+    """
+
+    source: ClassVar[str] = "distcockpit"
+
+    @property
+    def needs(self) -> Needs:
+        """G, and this rank's part of it."""
+        return Needs(mean_gradient=True)
+
+    def group(self, model: Model) -> Group:
+        """Four numbers per rank."""
+        fields = {
+            "grad_norm": Field(("rank",), "norm of the rank's mean gradient", "loss / parameter"),
+            "cosine": Field(("rank",), "cosine of the rank's mean gradient with the pooled one"),
+            "loss": Field(("rank",), "mean loss of the rank's samples", "loss"),
+            "local_batch_size": Field(("rank",), "batch size of the rank", "samples", dtype="int64"),
+        }
+        return Group(fields, {"rank": model.world_size}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """This rank's slots; the norm of G."""
+        inner = batch.vector([(s * batch.mean_gradient[n]).sum() for n, s in batch.gradient_sums.items()]).sum()
+        squares = batch.squared_norm(batch.gradient_sums).sum()
+        loss = float("nan") if batch.loss is None else batch.loss
+        facts = batch.vector([batch.local_n, squares, inner, loss])
+        mean_squared = batch.once(lambda: batch.squared_norm(batch.mean_gradient).sum())
+        return {"ranks": batch.slot(facts), "mean_squared": mean_squared}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """Means per rank."""
+        samples, squares, inner, loss = totals["ranks"].T
+        with np.errstate(all="ignore"):
+            return {
+                "grad_norm": np.sqrt(squares) / samples,
+                "cosine": inner / np.sqrt(squares * totals["mean_squared"]),
+                "loss": np.where(samples > 0, loss / samples, np.nan),
+                "local_batch_size": samples.astype(np.int64),
+            }

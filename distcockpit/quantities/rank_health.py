@@ -1,0 +1,111 @@
+"""Which rank produces numbers that are not finite, and which is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, label
+from distcockpit.schema import Field, Group, Row
+
+SECONDS = {
+    "step": "from the end of the previous step's backward pass to the end of this one's",
+    "outside": "between the `track` of the previous step and this one's: loading of data, the optimizer's step",
+    "track": "inside `track`: forward and backward pass",
+    "forward": "in the forward pass of the model",
+    "wait": "waiting for other ranks at the header",
+    "cockpit": "in the cockpit's own work of this step, without the wait",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHealth(Quantity):
+    """Per rank: losses and gradients that are not finite and the layer they came from, and where its time went.
+
+    Counted are samples whose loss is not finite (1 where individual losses are not known), and elements of the sum of
+    the rank's individual gradients. The layers are the first, in the order of the forward pass, with an output that is
+    not finite, and the first with parameters, in the order of the backward pass, with an output gradient that is not;
+    0 is none. Times are in seconds by the clock of the rank's host: an accelerator may be working on. NaN where a time
+    is not known.
+
+    All ranks of a synchronous job take the same time per step: a slow rank shows in ``outside_seconds`` (its data) or
+    ``forward_seconds`` (its compute), the others in what is left of ``track_seconds``, where they wait for it.
+    """
+
+    source: ClassVar[str] = "distcockpit"
+
+    @property
+    def needs(self) -> Needs:
+        """Outputs, and this rank's gradients."""
+        return Needs(outputs=True, mean_gradient=True)
+
+    def group(self, model: Model) -> Group:
+        """Counts, layers and times per rank."""
+        leaves, layers = ([label(path).replace(" ", "_") for path in paths] for paths in (model.leaves, model.layers))
+        fields = {
+            "nonfinite_losses": Field(("rank",), "losses that are not finite", "samples", dtype="int64"),
+            "nonfinite_gradients": Field(("rank",), "gradient elements that are not finite", dtype="int64"),
+            "first_nonfinite_output": Field(
+                ("rank",), "first layer with a non-finite output", dtype="int32", codes=("none", *leaves)
+            ),
+            "first_nonfinite_gradient": Field(
+                ("rank",), "first layer with a non-finite output gradient", dtype="int32", codes=("none", *layers)
+            ),
+            **{f"{name}_seconds": Field(("rank",), f"time {text}", "s") for name, text in SECONDS.items()},
+        }
+        return Group(fields, {"rank": model.world_size}, self.attributes())
+
+    def observe(self, output: Tensor) -> Tensor:
+        """Whether there is an element that is not finite."""
+        return _any_nonfinite(output)
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """This rank's slots."""
+        outputs = ((path, bad) for micro in batch.observed for path, bad in micro)
+        gradients = ((path, _any_nonfinite(gradient)) for path, gradient in batch.backward)
+        losses = _count_nonfinite(batch.losses)
+        counts = [
+            losses if batch.loss is None else torch.maximum(losses, _count_nonfinite(batch.loss)),
+            sum((_count_nonfinite(s) for s in batch.gradient_sums.values()), torch.zeros_like(losses)),
+            _first(outputs, list(batch.model.leaves), batch),
+            _first(gradients, list(batch.model.layers), batch),
+        ]
+        return {
+            "counts": batch.slot(batch.vector(counts)),
+            "seconds": batch.slot(batch.vector([getattr(batch.times, name) for name in SECONDS])),
+        }
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The same, by name."""
+        losses, gradients, output, gradient = totals["counts"].T.astype(np.int64)
+        row: dict[str, Any] = {
+            "nonfinite_losses": losses,
+            "nonfinite_gradients": gradients,
+            "first_nonfinite_output": output,
+            "first_nonfinite_gradient": gradient,
+        }
+        return row | {f"{name}_seconds": each for name, each in zip(SECONDS, totals["seconds"].T, strict=True)}
+
+
+def _count_nonfinite(values: Tensor) -> Tensor:
+    return (~values.isfinite()).sum(dtype=torch.float64)
+
+
+def _any_nonfinite(values: Tensor) -> Tensor:
+    return (~values.isfinite()).any().double()
+
+
+def _first(flags: Iterable[tuple[str, Tensor]], paths: list[str], batch: LocalBatch) -> Tensor:
+    """1 + the place in ``paths`` of the first one whose flag is 1; 0 if there is none. Waits for no device."""
+    codes = {path: k for k, path in enumerate(paths, start=1)}
+    known = [(codes[path], flag) for path, flag in flags if path in codes]
+    if not known:
+        return batch.vector([0.0])[0]
+    values, raised = batch.vector([code for code, _ in known]), batch.vector([flag for _, flag in known])
+    return values[raised.argmax()] * raised.max()

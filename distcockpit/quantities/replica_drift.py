@@ -1,0 +1,79 @@
+"""Whether all ranks still hold the same parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model
+from distcockpit.schema import Field, Group, Row
+
+BITS = 53  # that survive a sum in float64
+BLOCK = 1 << 20
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaDrift(Quantity):
+    """Which parameters are not the same, bit for bit, on all ranks; all parameters of the model, tracked or not.
+
+    Each rank sends a digest of 53 bits per parameter; ``differs`` marks the ranks whose digest is not that of the
+    majority (of the lowest rank, if there is none). Data-parallel training keeps replicas identical: a drift means
+    that something steps, initialises or overwrites parameters on one rank alone. Two different tensors have the same
+    digest with a probability of about 1e-16.
+    """
+
+    source: ClassVar[str] = "distcockpit"
+
+    def group(self, model: Model) -> Group:
+        """How many parameters drifted, and where."""
+        fields = {
+            "replica_drift": Field((), "parameters that differ between ranks", "parameters", dtype="int64"),
+            "differs": Field(("parameter", "rank"), "1 where a rank differs from the majority", dtype="int8"),
+        }
+        labels = list(model.every_parameter)
+        return Group(fields, {"parameter": labels, "rank": model.world_size}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """This rank's digests."""
+        return {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """Compare each digest with the most frequent one of its parameter."""
+        digests = totals["digests"].T
+        differs = np.array([row != _majority(row) for row in digests], dtype=np.int8).reshape(digests.shape)
+        return {"replica_drift": int(differs.any(1).sum()), "differs": differs}
+
+
+def _majority(digests: np.ndarray) -> float:
+    values, first, counts = np.unique(digests, return_index=True, return_counts=True)
+    return values[min(range(len(values)), key=lambda k: (-counts[k], first[k]))]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number below 2^53, as float64, that differs where the bits of ``tensor`` do; on its device.
+
+    A sum of the bit patterns, each times an odd number of its own, modulo 2^64: changes of one element always change
+    it. The upper bits of the mixed sum are kept.
+    """
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    bits = real.contiguous().view(-1).view(INTEGERS[real.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), BLOCK):
+        block = bits[start : start + BLOCK].to(torch.int64)
+        odd = _mix(torch.arange(start, start + block.numel(), device=tensor.device)) | 1
+        total = total + (block * odd).sum()
+    return ((_mix(total) >> (64 - BITS)) & ((1 << BITS) - 1)).double()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64, in wrapping int64 arithmetic."""
+    x = x + -7046029254386353131
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    return x ^ ((x >> 31) & ((1 << 33) - 1))

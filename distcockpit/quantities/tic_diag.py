@@ -1,0 +1,68 @@
+"""The Takeuchi information criterion, approximated by diagonals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from distcockpit.curvature import Curvature
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.hess_trace import checked_curvature
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class TICDiag(Quantity):
+    r"""Takeuchi information criterion from the diagonals of gradient second moment and curvature.
+
+    $$\sum_d \frac{s_d / N}{h_d + \epsilon}, \qquad s_d = \sum_i g_{i,d}^2$$
+
+    with the pooled curvature diagonal h. Thomas et al. 2019, "On the interplay between noise and curvature and its
+    effect on optimization and generalization", arXiv:1906.07774. In units of loss; large where gradient noise meets
+    flat directions. With ``diag_h`` it is ill-conditioned where h + epsilon is near zero, which is usual away from
+    minima; the GGN is never negative. NaN for N = 0.
+
+    Args:
+        curvature: ``"diag_h"``: the Hessian; ``"diag_ggn_exact"``: the generalised Gauss-Newton matrix;
+            ``"diag_ggn_mc"``: its Monte-Carlo estimate, with draws that differ between ranks.
+        mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
+        seed: Base of the seeds of these draws. The global random state stays as it was.
+        epsilon: Added to the curvature.
+    """
+
+    curvature: str = "diag_h"
+    mc_samples: int = 1
+    seed: int = 0
+    epsilon: float = 1e-7
+
+    source: ClassVar[str] = "Thomas et al. 2019, arXiv:1906.07774"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kind  # noqa: B018 - checks the arguments
+
+    @property
+    def _kind(self) -> Curvature:
+        return checked_curvature(type(self).__name__, self.curvature, self.mc_samples, self.seed)
+
+    @property
+    def needs(self) -> Needs:
+        """The pooled sums of g_i^2, and the pooled diagonal."""
+        return Needs(squared_gradients=True, curvature=self._kind, pooled_curvature=True)
+
+    def group(self, model: Model) -> Group:
+        """One number per step."""
+        field = Field((), "TIC from diagonals", "loss", f"with {self.curvature}")
+        return Group({"tic_diag": field}, {}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The sum over this rank's range of elements."""
+        curvature = batch.shard.curvature[self._kind]
+        return {"sum": (batch.shard.squares / batch.n / (curvature + self.epsilon)).sum()}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The sum over all."""
+        return {"tic_diag": totals["sum"] if n else np.nan}

@@ -1,0 +1,52 @@
+"""Norm and direction of the optimizer's step, per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.geometry import PREVIOUS, compared, norm_and_correlation
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateGeometry(Quantity):
+    r"""Norm of the optimizer's step $\theta_{t+1} - \theta_t$ of each parameter, and its cosine with the previous one.
+
+    The parameter-update lens of monitorch. Norms are in units of the parameters; cosines with the step of the previous
+    tracked step are NaN at the first and where a parameter did not move. Stored under the step t, when the next step
+    begins; the last one when the cockpit is closed. Rank 0 keeps copies of parameters and steps.
+    """
+
+    source: ClassVar[str] = "the parameter-update-geometry lens of monitorch"
+
+    @property
+    def needs(self) -> Needs:
+        """The step of the optimizer."""
+        return Needs(displacement=True)
+
+    def group(self, model: Model) -> Group:
+        """A norm and a cosine per parameter."""
+        fields = {
+            "norm": Field(("parameter",), "length of the update", "parameter"),
+            "correlation": Field(("parameter",), "cosine with the previous update"),
+            "previous_step": PREVIOUS,
+        }
+        return Group(fields, {"parameter": model.parameters}, self.attributes())
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """Nothing before the optimizer has stepped."""
+        return {}
+
+    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Norms and inner products."""
+        return {"compared": compared(step, d, memory)}
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """Norms and cosines."""
+        return norm_and_correlation(totals)

@@ -1,0 +1,61 @@
+"""The optimizer's step d = theta_{t+1} - theta_t: what is kept until it is known, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distcockpit.gradients.statistics import Projection
+from distcockpit.gradients.uses import MicroBatch
+from distcockpit.gradients.walk import walk
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Update
+from distcockpit.recorder import Stamp
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is kept of a step at which an update begins."""
+
+    stamp: Stamp
+    values: Mapping[str, Tensor]  # the parameters before the update
+    losses: Tensor
+    scale: float | None  # of the gradient scaler
+    batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
+    displaced: Sequence[Quantity]  # those that need the displacement
+
+    @property
+    def inputs_changed(self) -> bool:
+        """Whether a kept input was overwritten."""
+        return any(use.inputs_changed for batch in self.batches for use in batch.uses)
+
+    def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The step that the optimizer has made since, by parameter, float64."""
+        return {name: p.detach().double() - self.values[name].double() for name, p in parameters.items()}
+
+    def project(self, parameters: Mapping[str, Tensor], scale: float | None) -> Update:
+        """The update, and the slopes of the start's samples along it.
+
+        Args:
+            parameters: The tracked parameters as they are now.
+            scale: Of the gradient scaler now.
+        """
+        direction = {name: p.detach() - self.values[name] for name, p in parameters.items()}
+        norm = torch.stack([d.double().square().sum() for d in direction.values()]).sum().sqrt()
+        changed = self.inputs_changed
+        slopes = Projection(direction, len(self.losses))
+        if not changed:
+            walk(self.batches, self.values, list(parameters), [slopes])
+        return Update(
+            norm=norm,
+            direction=direction,
+            start_losses=self.losses,
+            start_slopes=slopes.values / norm,
+            end_slopes=slopes.values[:0],
+            start_n=self.stamp.n,
+            inputs_changed=changed,
+            skipped=self.scale is not None and scale is not None and scale < self.scale,
+        )
