@@ -129,7 +129,7 @@ class DistCockpit:
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.group(facts) for q in chosen}
-                recorder = Recorder(path, mode, groups, attributes(setup), flush_seconds)
+                recorder = Recorder(path, mode, groups, facts, attributes(setup), flush_seconds)
                 announce(chosen, groups, str(store), world.size)
         self._session = Session(setup, recorder)
 

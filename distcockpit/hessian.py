@@ -233,7 +233,29 @@ def _gradient(
         torch.backends.cudnn.flags(enabled=False),
         replayed(model, loss_fn, micro, statistics) as loss,
     ):
-        yield list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
+        gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
+        _check_twice_differentiable(gradient)
+        yield gradient
+
+
+def _check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
+    """Whether a function without a second derivative took part.
+
+    torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs it, since
+    no input lies behind it, and would be wrong without a word.
+
+    Raises:
+        RuntimeError: If so.
+    """
+    nodes = [g.grad_fn for g in gradient if g.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function marked with @once_differentiable took part in the step.")
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
 
 
 def _differentiate(gradient: Sequence[Tensor], leaves: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:

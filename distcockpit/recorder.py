@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
 from distcockpit.reduce import Layout, Pending
 from distcockpit.schema import Group
 from distcockpit.store import RunStore
@@ -58,6 +59,7 @@ class Recorder:
         path: Folder of the store.
         mode: As for ``DistCockpit``.
         groups: The groups of the quantities.
+        model: Facts about the model.
         attributes: Attributes of the store's root.
         flush_seconds: Longest time between commits.
     """
@@ -67,11 +69,13 @@ class Recorder:
         path: Path,
         mode: str,
         groups: Mapping[str, Group],
+        model: Model,
         attributes: Mapping[str, Any],
         flush_seconds: float,
     ) -> None:
         self._writer = Writer(RunStore(path, mode, groups, attributes), flush_seconds)
         self._latest: dict[str, dict[str, Any]] = {}
+        self._model = model
         self._notices: dict[str, str | None] = {}
         self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; belongs to the writer's thread
 
@@ -128,7 +132,7 @@ class Recorder:
         if row is None:
             return False
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
-        self._say(quantity.name, stamp.step, quantity.notice(row))
+        self._say(quantity.name, stamp.step, quantity.notice(row, self._model))
         self._latest[quantity.name] = {"step": stamp.step, **{name: np.copy(value)[()] for name, value in row.items()}}
         return commit_due
 

@@ -219,11 +219,14 @@ def hessian(model: nn.Module, state: dict[str, Tensor], loss_fn, x: Tensor, y: T
     """The Hessian of the mean loss in all trainable parameters, a row per parameter element."""
     model, x, y = _double(model, state, x, y)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    gradient = torch.autograd.grad(loss_fn(model(x), y), parameters, create_graph=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # it has a second derivative
+        loss = loss_fn(model(x), y)
+    gradient = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
     flat = torch.cat([g.reshape(-1) for g in gradient])
     unit = torch.eye(len(flat), dtype=flat.dtype)
-    rows = torch.autograd.grad(flat, parameters, unit, is_grads_batched=True, materialize_grads=True)
-    return torch.cat([r.reshape(len(flat), -1) for r in rows], 1).numpy()
+    rows = torch.autograd.grad(flat, parameters, unit, is_grads_batched=True, allow_unused=True)
+    filled = [flat.new_zeros(len(flat), p.numel()) if r is None else r for r, p in zip(rows, parameters, strict=True)]
+    return torch.cat([r.reshape(len(flat), -1) for r in filled], 1).numpy()
 
 
 def hess_max_ev(hessian: np.ndarray, which: str) -> float:

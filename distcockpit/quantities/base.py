@@ -128,8 +128,8 @@ class Quantity(ABC):
     def finalize(self, totals: Totals, n: int) -> Row | None:
         """The row, from the totals over ranks and N; ``None`` if this step has no row."""
 
-    def notice(self, row: Row) -> str | None:
-        """What someone who does not look at the store should hear, once; ``None`` if all is well."""
+    def notice(self, row: Row, model: Model) -> str | None:
+        """What someone who does not look at the store should hear; ``None`` if all is well. Logged when it changes."""
         return None
 
     def options(self) -> dict[str, str]:

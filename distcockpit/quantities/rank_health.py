@@ -23,6 +23,8 @@ SECONDS = {
     "cockpit": "in the cockpit's own work of this step, without the wait",
 }
 
+SHOWN = 3  # ranks that a notice names
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth(Quantity):
@@ -91,6 +93,25 @@ class RankHealth(Quantity):
             "first_nonfinite_gradient": gradient,
         }
         return row | {f"{name}_seconds": each for name, each in zip(SECONDS, totals["seconds"].T, strict=True)}
+
+    def notice(self, row: Row, model: Model) -> str | None:
+        """The first ranks with numbers that are not finite, and their layers."""
+        bad = np.flatnonzero(row["nonfinite_losses"] + row["nonfinite_gradients"] + row["first_nonfinite_output"])
+        if not len(bad):
+            return None
+        shown = []
+        for rank in bad[:SHOWN]:
+            places = [
+                f"{what} '{label(list(paths)[row[field][rank] - 1])}'"
+                for field, what, paths in (
+                    ("first_nonfinite_output", "output of", model.leaves),
+                    ("first_nonfinite_gradient", "gradient at the output of", model.layers),
+                )
+                if row[field][rank]
+            ]
+            shown.append(f"rank {rank}" + (f" (first {', first '.join(places)})" if places else ""))
+        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        return f"numbers that are not finite on {', '.join(shown)}{more}."
 
 
 def _count_nonfinite(values: Tensor) -> Tensor:

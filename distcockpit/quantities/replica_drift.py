@@ -15,6 +15,7 @@ from distcockpit.schema import Field, Group, Row
 
 BITS = 53  # that survive a sum in float64
 BLOCK = 1 << 20
+SHOWN = 3  # parameters that a notice names
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,6 +49,19 @@ class ReplicaDrift(Quantity):
         digests = totals["digests"].T
         differs = np.array([row != _majority(row) for row in digests], dtype=np.int8).reshape(digests.shape)
         return {"replica_drift": int(differs.any(1).sum()), "differs": differs}
+
+    def notice(self, row: Row, model: Model) -> str | None:
+        """The first parameters that differ, and where."""
+        differs = row["differs"]
+        drifted = np.flatnonzero(differs.any(1))
+        if not len(drifted):
+            return None
+        shown = [
+            f"'{model.every_parameter[k]}' (ranks {', '.join(map(str, np.flatnonzero(differs[k])))})"
+            for k in drifted[:SHOWN]
+        ]
+        more = f" and {len(drifted) - SHOWN} more" if len(drifted) > SHOWN else ""
+        return f"the ranks hold different parameters: {', '.join(shown)}{more} differ from the majority."
 
 
 def _majority(digests: np.ndarray) -> float:
