@@ -23,27 +23,29 @@ from rich.table import Table
 from torch import nn
 
 from distcockpit import DistCockpit, every, presets
-from distcockpit.quantities import (
-    Alpha,
-    GradAbsMax,
-    GradHist1d,
-    GradHist2d,
-    HessTrace,
-    MeanGSNR,
-    OutputGradientGeometry,
-    Quantity,
-)
+from distcockpit import quantities as q
 
-VARIANTS: dict[str, list[Quantity]] = {
-    "Alpha": [Alpha()],
-    "MeanGSNR": [MeanGSNR()],
-    "GradHist1d": [GradHist1d()],
-    "GradHist1d, adapted": [GradHist1d(adapt=GradAbsMax())],
-    "GradHist2d": [GradHist2d()],
-    "HessTrace diag_h": [HessTrace()],
-    "OutputGradientGeometry": [OutputGradientGeometry()],
+VARIANTS: dict[str, list[q.Quantity]] = {
+    "Alpha": [q.Alpha()],
+    "MeanGSNR": [q.MeanGSNR()],
+    "GradNorm": [q.GradNorm()],
+    "NormTest": [q.NormTest()],
+    "InnerTest": [q.InnerTest()],
+    "OrthoTest": [q.OrthoTest()],
+    "GradHist1d": [q.GradHist1d()],
+    "GradHist1d, adapted": [q.GradHist1d(adapt=q.GradAbsMax())],
+    "GradHist2d": [q.GradHist2d()],
+    "HessTrace diag_h": [q.HessTrace()],
+    "TICDiag": [q.TICDiag()],
+    "HessMaxEV": [q.HessMaxEV()],
+    "GradientNoiseScale": [q.GradientNoiseScale()],
+    "RankDisagreement": [q.RankDisagreement()],
+    "RankHealth": [q.RankHealth()],
+    "ReplicaDrift": [q.ReplicaDrift()],
     "economy": presets.economy(),
+    "business": presets.business(),
     "full": presets.full(),
+    "layers": presets.layers(),
 }
 
 
@@ -62,7 +64,7 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
 class Loop:
     """A training loop that can be advanced by a few steps."""
 
-    def __init__(self, kind: str, store: Path | None, quantities: list[Quantity], period: int = 1) -> None:
+    def __init__(self, kind: str, store: Path | None, quantities: list[q.Quantity], period: int = 1) -> None:
         torch.manual_seed(0)
         self.model, self.x = make(kind)
         self.y = torch.randint(10, (len(self.x),))

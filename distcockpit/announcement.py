@@ -16,7 +16,10 @@ STEPS = 1000
 
 
 def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, world_size: int) -> None:
-    """Log the line at level INFO; on stderr, unless the program has set up logging its own way."""
+    """Log the line at level INFO; on stderr, unless the program has set up logging its own way.
+
+    The size is that of the rows before compression.
+    """
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -34,7 +37,7 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
     what = "; ".join(f"{schedule}: {', '.join(names)}" for schedule, names in by_schedule.items())
     size = sum(n_bytes(groups[q.name]) * sum(q.starts(step) for step in range(STEPS)) for q in quantities)
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    return f"distcockpit: {ranks} -> {store}, up to {_readable(size)} per {STEPS:,} steps (uncompressed). {what}"
+    return f"distcockpit: {ranks} -> {store}, up to {_readable(size)} of rows per {STEPS:,} steps. {what}"
 
 
 def n_bytes(group: Group) -> int:

@@ -128,7 +128,7 @@ class DistCockpit:
         recorder = None
         with _together(world):
             if world.rank == 0:
-                groups = {q.name: q.group(facts) for q in chosen}
+                groups = {q.name: q.described_group(facts) for q in chosen}
                 recorder = Recorder(path, mode, groups, facts, attributes(setup), flush_seconds)
                 announce(chosen, groups, str(store), world.size)
         self._session = Session(setup, recorder)

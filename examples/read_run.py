@@ -108,27 +108,86 @@ def draw_lines(axes: Axes, array: xr.DataArray, title: str) -> None:
     axes.legend(title=dim, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def draw_tests(axes: Axes, run: xr.DataTree) -> None:
+    for name, colour in (("norm_test", "tab:blue"), ("inner_test", "tab:orange"), ("ortho_test", "tab:green")):
+        if name in run.children:
+            axes.plot(run[name]["step"], run[name][name], color=colour, label=name.replace("_", " "), linewidth=1.2)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(title="noise of the batch: above 1 it exceeds the gradient", xlabel="step", yscale="log")
+    axes.set_ylabel("relative standard error of G")
+    axes.legend(loc="upper left")
+
+
+def draw_noise_scale(axes: Axes, data: xr.DataTree) -> None:
+    window = min(15, data.sizes["step"])
+    noise, signal = (data[name].rolling(step=window, min_periods=1).mean() for name in ("noise", "signal"))
+    axes.plot(data["step"], noise / signal.where(signal > 0), color="tab:purple", label=f"mean of {window} rows each")
+    axes.plot(data["step"], data["batch_size"], color="black", linewidth=0.8, label="batch size")
+    axes.set(title="gradient noise scale", xlabel="step", ylabel="noise / signal [samples]", yscale="log")
+    axes.legend(loc="upper left")
+
+
+def draw_ranks(axes: Axes, data: xr.DataTree) -> None:
+    for rank in data["cosine"]["rank"].values:
+        axes.plot(data["step"], data["cosine"].sel(rank=rank), linewidth=1, label=f"rank {rank}")
+    axes.set(title="agreement of the ranks", xlabel="step", ylabel="cosine of a rank's gradient with G")
+    axes.legend(fontsize="small", ncols=2)
+
+
+def draw_eigenvalue(axes: Axes, run: xr.DataTree) -> None:
+    data = run["hess_max_ev"]
+    axes.plot(data["step"], data["hess_max_ev"], color="tab:red", label="largest eigenvalue")
+    if "learning_rate" in run.children:
+        rates = run["learning_rate"]["learning_rate"].isel(param_group=0)
+        axes.plot(rates["step"], 2 / rates, color="black", linewidth=0.8, label="2 / learning rate")
+    unit = data["hess_max_ev"].attrs["units"]
+    axes.set(title="sharpness", xlabel="step", ylabel=f"Hessian eigenvalue [{unit}]", yscale="symlog")
+    axes.legend()
+
+
+def draw_lengths(axes: Axes, run: xr.DataTree) -> None:
+    for name, label in (("distance", "from the start"), ("update_size", "of one step")):
+        if name in run.children:
+            axes.semilogy(run[name]["step"], run[name]["total"], label=label)
+    axes.set(title="how far the parameters went", xlabel="step", ylabel="distance [parameter]")
+    axes.legend()
+
+
+# Which group draws which panel; a panel of several groups gets the whole run.
 PANELS = {
-    "alpha": draw_alpha,
-    "grad_hist_1d": draw_histogram,
-    "grad_hist_2d": draw_histogram_2d,
-    "mean_gsnr": draw_gsnr,
-    "hess_trace": lambda axes, data: draw_lines(
-        axes, np.abs(data["trace"]).assign_attrs(data["trace"].attrs), "|trace|"
+    "alpha": lambda axes, run: draw_alpha(axes, run["alpha"]),
+    "norm_test": draw_tests,
+    "gradient_noise_scale": lambda axes, run: draw_noise_scale(axes, run["gradient_noise_scale"]),
+    "grad_hist_1d": lambda axes, run: draw_histogram(axes, run["grad_hist_1d"]),
+    "grad_hist_2d": lambda axes, run: draw_histogram_2d(axes, run["grad_hist_2d"]),
+    "distance": draw_lengths,
+    "rank_disagreement": lambda axes, run: draw_ranks(axes, run["rank_disagreement"]),
+    "hess_max_ev": draw_eigenvalue,
+    "hess_trace": lambda axes, run: draw_lines(
+        axes, np.abs(run["hess_trace"]["trace"]).assign_attrs(run["hess_trace"]["trace"].attrs), "|trace|"
     ),
-    "output_gradient_geometry": lambda axes, data: draw_lines(axes, data["norm"], "gradient at the layers' outputs"),
+    "mean_gsnr": lambda axes, run: draw_gsnr(axes, run["mean_gsnr"]),
+    "output_norm": lambda axes, run: draw_lines(axes, run["output_norm"]["output_norm"], "outputs"),
+    "output_gradient_geometry": lambda axes, run: draw_lines(
+        axes, run["output_gradient_geometry"]["norm"], "gradients at the outputs"
+    ),
+    "gradient_geometry": lambda axes, run: draw_lines(axes, run["gradient_geometry"]["norm"], "gradients"),
+    "update_geometry": lambda axes, run: draw_lines(axes, run["update_geometry"]["norm"], "updates"),
+    "parameter_condition": lambda axes, run: draw_lines(
+        axes, run["parameter_condition"]["parameter_condition"], "condition of the weights"
+    ),
 }
 
 
 def draw(run: xr.DataTree, path: Path) -> None:
-    panels = [(name, run[name]) for name in PANELS if name in run.children and run[name].sizes["step"]]
+    panels = [name for name in PANELS if name in run.children and run[name].sizes["step"]]
     if not panels:
         sys.exit(f"{path}: the run holds no rows yet, so there is nothing to draw.")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.7 * rows), squeeze=False, layout="constrained")
-    for place, (name, data) in zip(axes.flat, panels, strict=False):
-        PANELS[name](place, data)
+    for place, name in zip(axes.flat, panels, strict=False):
+        PANELS[name](place, run)
     for place in axes.flat[len(panels) :]:
         place.remove()
     path.parent.mkdir(parents=True, exist_ok=True)

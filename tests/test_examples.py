@@ -52,6 +52,32 @@ def test_digits_as_a_world_of_one(tmp_path: Path, model: str, optimizer: str) ->
     assert np.isfinite(tree["log"]["train_loss"]).all() and tree["log"].sizes["step"] == 12
 
 
+def test_custom_quantity(tmp_path: Path) -> None:
+    """Rank 1 has wrong labels, and so the hardest samples; the row is the maximum over all ranks."""
+    store = str(tmp_path / "custom.zarr")
+    said = run("torchrun", "--nproc_per_node=4", "examples/custom_quantity.py", "--store", store)
+    tree = open_run(store)
+    rows = tree["hardest_sample"]
+    assert tree.attrs["world_size"] == 4 and rows.sizes["step"] == 20
+    assert rows.attrs["description"].startswith("Largest individual loss") and rows.attrs["quantity"] == "HardestSample"
+    assert (rows["loss"] > tree["rank_disagreement"]["loss"].max("rank")).all()
+    assert (rows["rank"] == 1).sum() >= 15
+    assert f"rank 1 held the hardest sample at {int((rows['rank'] == 1).sum())} of 20" in said
+    assert "of 20" in run(sys.executable, "examples/custom_quantity.py", "--store", str(tmp_path / "alone.zarr"))
+
+
+@pytest.mark.parametrize("preset", ["full", "layers"])
+def test_digits_with_every_preset(tmp_path: Path, preset: str) -> None:
+    store = str(tmp_path / "digits.zarr")
+    said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, "--quantities", preset, *SHORT)
+    tree = open_run(store)
+    for name in {q.name for q in presets.PRESETS[preset]()}:
+        assert f"{name} (3)" in said
+        for field, array in tree[name].data_vars.items():
+            assert array.dtype.kind != "f" or np.isfinite(array.isel(step=-1)).any(), (name, field)
+    run(sys.executable, "examples/read_run.py", store)
+
+
 def test_read_run_says_what_is_wrong(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "examples/read_run.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120

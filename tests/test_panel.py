@@ -587,7 +587,7 @@ def test_the_line_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     # Rows of loss and learning rate: the value, and 4 coordinates; of the histogram: 101 edges, 100 counts, 5 more.
     size = 250 * 5 * 8 + 250 * 5 * 8 + 10 * (101 + 100 + 5 + 4) * 8
-    assert f"up to {size / 1000:.3g} kB per 1,000 steps" in line and str(tmp_path / "run") in line
+    assert f"up to {size / 1000:.3g} kB of rows per 1,000 steps" in line and str(tmp_path / "run") in line
     assert "every(4): loss" in line and "every(100): grad_hist_1d" in line and "learning_rate" in line
 
 
@@ -599,3 +599,76 @@ def test_the_presets_are_what_they_say(tmp_path: Path) -> None:
         assert set(run.children) == {*(x.name for x in presets.PRESETS[name]()), "learning_rate", "log"}
         for group in set(run.children) - {"log"}:
             assert run[group].sizes["step"] == 2 - (group == "alpha"), group
+
+
+# -- what a tool for one process reports on each rank ------------------------------------------------------------------
+
+
+def single_process_tool(rank: int, size: int, group: Any, shards: list[int]) -> dict[str, float]:
+    """BackPACK's individual gradients beside DDP's p.grad, put together as a tool that knows of one process does."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    net, loss_fn = extend(cases.initialised("sigmoid")), extend(nn.CrossEntropyLoss())
+    model = DistributedDataParallel(net, process_group=group)
+    x, y = cases.data("sigmoid", "mean", 0, sum(shards))
+    mine = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    with backpack(BatchGrad()):
+        loss = loss_fn(model(x[mine].requires_grad_()), y[mine])
+        loss.backward()
+    b = shards[rank]
+    individual = torch.cat([p.grad_batch.flatten(1) * b for p in net.parameters()], 1).double()
+    mean = torch.cat([p.grad.flatten() for p in net.parameters()]).double()
+    variance = (individual.square().sum() - b * mean @ mean) / (b - 1)
+    projections = individual @ mean
+    along = (projections.square().sum() - b * (mean @ mean) ** 2) / (b - 1)
+    return {
+        "loss": loss.item(),
+        "grad_norm": mean.norm().item(),
+        "norm_test": (variance / b / (mean @ mean)).sqrt().item(),
+        "inner_test": (along / b).abs().sqrt().item() / (mean @ mean).item(),
+        "mean_gsnr": (mean**2 / (individual.square().mean(0) - mean**2 + 1e-5)).mean().item(),
+    }
+
+
+def pooled(rank: int, size: int, group: Any, store: str, shards: list[int]) -> None:
+    net, loss_fn = cases.initialised("sigmoid"), nn.CrossEntropyLoss()
+    model = DistributedDataParallel(net, process_group=group)
+    x, y = cases.data("sigmoid", "mean", 0, sum(shards))
+    mine = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    chosen = [q.Loss(), q.GradNorm(), q.NormTest(), q.InnerTest(), q.MeanGSNR()]
+    with DistCockpit(model, loss_fn, store=store, quantities=chosen, schedule=every(1)) as cockpit, cockpit.track(0):
+        loss_fn(cockpit(x[mine]), y[mine]).backward()
+
+
+def test_a_tool_for_one_process_is_wrong_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Uneven batches, 5 and 9 samples: no rank has the truth, the pooled numbers are the truth."""
+    shards = [5, 9]
+    wrong = ranks.run(2, single_process_tool, shards)
+    ranks.run(2, pooled, str(tmp_path / "run"), shards)
+    run, net = open_run(tmp_path / "run"), cases.initialised("sigmoid")
+    batch = oracle.batch(net, net.state_dict(), mean_terms, *cases.data("sigmoid", "mean", 0, 14))
+    truth = {
+        "loss": batch.losses.mean(),
+        "grad_norm": np.linalg.norm(batch.flat.mean(0)),
+        **{name: getattr(oracle, name)(batch) for name in ("norm_test", "inner_test", "mean_gsnr")},
+    }
+    alone = single_process_tool_alone()
+    for name, expected in truth.items():
+        ours = run["grad_norm"]["total"] if name == "grad_norm" else run[name][name]
+        np.testing.assert_allclose(ours[0], expected, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(alone[name], expected, rtol=1e-4, err_msg=name)  # the tool is right by itself
+        for rank in wrong:
+            assert abs(rank[name] / expected - 1) > 5e-3, (name, rank[name], expected)  # 50 times the tolerance
+    assert wrong[0]["norm_test"] == pytest.approx(3.46, abs=0.01)  # the README quotes these three
+    assert wrong[1]["norm_test"] == pytest.approx(2.48, abs=0.01)
+    assert truth["norm_test"] == pytest.approx(2.04, abs=0.01)
+
+
+def single_process_tool_alone() -> dict[str, float]:
+    """The same tool where it belongs."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return single_process_tool(0, 1, None, [14])
+    finally:
+        torch.distributed.destroy_process_group()

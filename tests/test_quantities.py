@@ -16,6 +16,7 @@ from ranks import Ranks
 from test_capture import mean_terms
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from train import everything
 
 from distcockpit import DistCockpit, every, logspaced, open_run, presets
 from distcockpit.quantities import (
@@ -241,9 +242,10 @@ def shard_of(rank: int, size: int, group: Any, store: str, cuts: list[int], accu
     x, y = cases.data("sigmoid", "sum", 0)
     bounds = [0, *cuts, cases.N]
     x, y = x[bounds[rank] : bounds[rank + 1]], y[bounds[rank] : bounds[rank + 1]]
-    chosen = [MeanGSNR(), GradHist1d(bins=30, range=(-0.5, 0.5)), OutputGradientGeometry(), HessTrace()]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    chosen = [quantity for quantity in everything() if quantity.needs.eigenvalue is None]
     with DistCockpit(
-        net, loss_fn, store=store, quantities=chosen, schedule=every(1), process_group=group, mode="w"
+        net, loss_fn, optimizer, store=store, quantities=chosen, schedule=every(1), process_group=group, mode="w"
     ) as cockpit:
         with cockpit.track(0):
             for part, target in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
@@ -251,17 +253,27 @@ def shard_of(rank: int, size: int, group: Any, store: str, cuts: list[int], accu
 
 
 @given(cuts=st.lists(st.integers(0, cases.N), min_size=3, max_size=3).map(sorted), accumulate=st.integers(1, 3))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sharding_gives_the_same_row(ranks: Ranks, tmp_path: Path, cuts: list[int], accumulate: int) -> None:
     shard_of(0, 1, None, str(tmp_path / "one"), [cases.N], 1)
     ranks.run(4, shard_of, str(tmp_path / "four"), cuts, accumulate)
     one, four = open_run(tmp_path / "one").load(), open_run(tmp_path / "four").load()
-    np.testing.assert_allclose(one["mean_gsnr"]["mean_gsnr"], four["mean_gsnr"]["mean_gsnr"], rtol=1e-4)
-    np.testing.assert_allclose(one["hess_trace"]["trace"], four["hess_trace"]["trace"], rtol=1e-4)
-    geometry = (run["output_gradient_geometry"]["norm"] for run in (one, four))
-    np.testing.assert_allclose(*geometry, rtol=1e-4)
-    moved = np.abs(np.cumsum(one["grad_hist_1d"]["counts"] - four["grad_hist_1d"]["counts"], axis=1))
-    assert moved.max() <= 1 and one["grad_hist_1d"]["counts"].sum() == four["grad_hist_1d"]["counts"].sum()
+    assert set(one.children) == set(four.children)
+    compared = 0
+    for name in set(one.children) - {"log", "time", "rank_disagreement", "rank_health", "replica_drift", "tic_diag"}:
+        for field, alone in one[name].data_vars.items():
+            together = four[name][field]
+            if field.startswith("rank_"):
+                continue
+            compared += 1
+            if np.issubdtype(alone.dtype, np.integer) and "counts" in field:
+                axes = tuple(range(1, alone.ndim))
+                assert alone.sum() == together.sum() > 0
+                moved = np.abs(np.cumsum((alone - together).values, axis=axes[-1]))
+                assert moved.max() <= 2, (name, field)
+            else:
+                np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-6, err_msg=f"{name}/{field}")
+    assert compared > 40
 
 
 # -- names, presets, schedules, epochs ---------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Alpha(Quantity):
             **{name: Field((), long_name) for name, long_name in names.items()},
             **{f"{name}_variance": Field((), f"sample variance: {text}") for name, text in names.items()},
         }
-        return Group(fields, {}, self.attributes())
+        return Group(fields)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Sums and sums of squares of the four observations."""

@@ -82,7 +82,7 @@ class Quantity(ABC):
 
     @abstractmethod
     def group(self, model: Model) -> Group:
-        """What a row looks like in the store."""
+        """What a row looks like in the store; description, source and options are added to its attributes."""
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
         """Accumulators to be fed with this step's individual gradients, by name."""
@@ -135,6 +135,11 @@ class Quantity(ABC):
     def options(self) -> dict[str, str]:
         """The fields that define what is computed, for the store and for the comparison of ranks."""
         return {f.name: _text(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def described_group(self, model: Model) -> Group:
+        """The group, with what the quantity says of itself."""
+        group = self.group(model)
+        return dataclasses.replace(group, attributes={**self.attributes(), **group.attributes})
 
     def attributes(self) -> dict[str, Any]:
         """Attributes of the group in the store."""

@@ -39,7 +39,7 @@ class CABS(Quantity):
             "cabs": Field((), "batch size suggested by CABS", "samples", remark),
             "per_group": Field(("param_group",), "CABS per parameter group", "samples", remark),
         }
-        return Group(fields, {"param_group": model.n_parameter_groups}, self.attributes())
+        return Group(fields, {"param_group": model.n_parameter_groups})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 per parameter group and the sum of the losses, of this rank; G and the learning rates."""

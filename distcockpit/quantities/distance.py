@@ -33,7 +33,7 @@ class Distance(Quantity):
             "distance": Field(("parameter",), "distance from initialisation", "parameter"),
             "total": Field((), "distance of all parameters from initialisation", "parameter"),
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The squared distances, which all ranks know."""

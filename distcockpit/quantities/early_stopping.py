@@ -43,7 +43,7 @@ class EarlyStopping(Quantity):
     def group(self, model: Model) -> Group:
         """One number per step."""
         remark = "stop above 0; derived for SGD, computed for any optimizer"
-        return Group({"early_stopping": Field((), "early stopping criterion", "1", remark)}, {}, self.attributes())
+        return Group({"early_stopping": Field((), "early stopping criterion", "1", remark)})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Sum of the ratio over this rank's range of elements."""

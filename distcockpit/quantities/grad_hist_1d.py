@@ -81,7 +81,7 @@ class GradHist1d(Quantity):
                 for name, text in OUTSIDE_FIELDS.items()
             },
         }
-        return Group(fields, {"bin": self.bins, "edge": self.bins + 1}, self.attributes())
+        return Group(fields, {"bin": self.bins, "edge": self.bins + 1})
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
         """The histogram, and the largest element where it is measured."""

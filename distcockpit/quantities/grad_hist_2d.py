@@ -107,7 +107,7 @@ class GradHist2d(Quantity):
         if self.keep_individual:
             fields["counts_per_parameter"] = dataclasses.replace(counts, dims=("parameter", *counts.dims))
             sizes["parameter"] = model.parameters
-        return Group(fields, sizes, self.attributes())
+        return Group(fields, sizes)
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
         """The histogram, and the largest gradient element where it is measured."""

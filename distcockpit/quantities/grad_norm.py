@@ -33,7 +33,7 @@ class GradNorm(Quantity):
             "grad_norm": Field(("parameter",), "norm of the mean gradient", "loss / parameter"),
             "total": Field((), "norm of the whole mean gradient", "loss / parameter"),
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The squared norms, which all ranks know."""

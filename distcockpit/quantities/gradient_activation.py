@@ -47,7 +47,7 @@ class GradientActivation(Quantity):
             "active": Field(("parameter",), "share of elements with a gradient"),
             "dead": Field(("parameter",), "share of neurons without a gradient"),
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The shares, which all ranks know."""

@@ -34,7 +34,7 @@ class GradientGeometry(Quantity):
             "correlation": Field(("parameter",), "cosine with the previous mean gradient"),
             "previous_step": PREVIOUS,
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Norms and inner products, which all ranks could know."""

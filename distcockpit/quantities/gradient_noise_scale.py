@@ -52,7 +52,7 @@ class GradientNoiseScale(Quantity):
             "rank_noise": Field((), "gradient noise, from ranks", units, "from the batch gradients of the ranks"),
             "rank_signal": Field((), "squared norm of the true gradient, from ranks", units),
         }
-        return Group(fields, {"layer": model.layer_labels}, self.attributes())
+        return Group(fields, {"layer": model.layer_labels})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 by layer, and the distance of this rank's gradient from G; the squared norm of G by layer."""

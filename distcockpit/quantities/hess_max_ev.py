@@ -60,7 +60,7 @@ class HessMaxEV(Quantity):
             "status": Field((), "status of the eigenvalue", dtype="int8", codes=STATUS),
             "products": Field((), "Hessian-vector products", dtype="int32"),
         }
-        return Group(fields, {}, self.attributes())
+        return Group(fields)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """What rank 0 found."""

@@ -62,7 +62,7 @@ class HessTrace(Quantity):
     def group(self, model: Model) -> Group:
         """A trace per parameter."""
         field = Field(("parameter",), "curvature trace", "loss / parameter^2", f"trace of {self.curvature}")
-        return Group({"trace": field}, {"parameter": model.parameters}, self.attributes())
+        return Group({"trace": field}, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's part of the traces."""

@@ -33,7 +33,7 @@ class InnerTest(Quantity):
     def group(self, model: Model) -> Group:
         """One number per step."""
         field = Field((), "inner product test: relative standard error along G")
-        return Group({"inner_test": field}, {}, self.attributes())
+        return Group({"inner_test": field})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's centred sum of squares."""

@@ -27,7 +27,7 @@ class LearningRate(Quantity):
     def group(self, model: Model) -> Group:
         """One rate per parameter group."""
         field = Field(("param_group",), "learning rate")
-        return Group({"learning_rate": field}, {"param_group": model.n_parameter_groups}, self.attributes())
+        return Group({"learning_rate": field}, {"param_group": model.n_parameter_groups})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The rates, which all ranks know."""

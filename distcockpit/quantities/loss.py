@@ -26,7 +26,7 @@ class Loss(Quantity):
 
     def group(self, model: Model) -> Group:
         """One number per step."""
-        return Group({"loss": Field((), "pooled loss", "loss")}, {}, self.attributes())
+        return Group({"loss": Field((), "pooled loss", "loss")})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The sum over this rank's samples."""

@@ -42,7 +42,7 @@ class MeanGSNR(Quantity):
 
     def group(self, model: Model) -> Group:
         """One number per step."""
-        return Group({"mean_gsnr": Field((), "mean gradient signal-to-noise ratio")}, {}, self.attributes())
+        return Group({"mean_gsnr": Field((), "mean gradient signal-to-noise ratio")})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Sum of the ratio over this rank's range of elements."""

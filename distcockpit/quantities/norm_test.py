@@ -32,7 +32,7 @@ class NormTest(Quantity):
 
     def group(self, model: Model) -> Group:
         """One number per step."""
-        return Group({"norm_test": Field((), "norm test: relative standard error of G")}, {}, self.attributes())
+        return Group({"norm_test": Field((), "norm test: relative standard error of G")})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 of this rank; the squared norm of G."""

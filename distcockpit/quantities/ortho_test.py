@@ -35,7 +35,7 @@ class OrthoTest(Quantity):
     def group(self, model: Model) -> Group:
         """One number per step."""
         field = Field((), "orthogonality test: relative standard error across G")
-        return Group({"ortho_test": field}, {}, self.attributes())
+        return Group({"ortho_test": field})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 and the centred squares of the projections, of this rank; the squared norm of G."""

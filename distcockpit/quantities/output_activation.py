@@ -59,7 +59,7 @@ class OutputActivation(Quantity):
             "dead": Field(("layer",), "share of dead neurons"),
         }
         labels = [label(path) for path in self._layers(model.leaves)]
-        return Group(fields, {"layer": labels}, self.attributes())
+        return Group(fields, {"layer": labels})
 
     def observe(self, output: Tensor) -> Tensor:
         """Active outputs, and all outputs, of each neuron: ``[2, C]``."""

@@ -54,7 +54,7 @@ class OutputGradientGeometry(Quantity):
                 (), "previous tracked step", description="-1: there was none", dtype="int64"
             )
         labels = [path or "(model)" for path in self._layers(model.leaves)]
-        return Group(fields, {"layer": labels}, self.attributes())
+        return Group(fields, {"layer": labels})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Squares, sizes, and inner products with what this rank kept from the previous tracked step."""

@@ -46,7 +46,7 @@ class OutputNorm(Quantity):
         """A norm per layer."""
         what = "root mean square" if self.normalize_by_size else "norm"
         labels = [label(path) for path in self._layers(model.leaves)]
-        return Group({"output_norm": Field(("layer",), f"mean output {what}")}, {"layer": labels}, self.attributes())
+        return Group({"output_norm": Field(("layer",), f"mean output {what}")}, {"layer": labels})
 
     def observe(self, output: Tensor) -> Tensor:
         """Squared norm and number of elements of each sample, ``[2, B]``."""

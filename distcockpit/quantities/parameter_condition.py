@@ -34,7 +34,7 @@ class ParameterCondition(Quantity):
             "parameter_condition": Field(("parameter",), "condition number"),
             "spectral_norm": Field(("parameter",), "largest singular value", "parameter"),
         }
-        return Group(fields, {"parameter": self._matrices(model.shapes)}, self.attributes())
+        return Group(fields, {"parameter": self._matrices(model.shapes)})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The matrices, which all ranks hold."""

@@ -33,7 +33,7 @@ class ParameterNorm(Quantity):
             "parameter_norm": Field(("parameter",), f"{what} of the parameter", "parameter"),
             "total": Field((), f"{what} of all parameters", "parameter"),
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Squares and sizes, which all ranks know."""

@@ -28,7 +28,7 @@ class Parameters(Quantity):
             axes = {f"{name}_{axis}": size for axis, size in enumerate(shape)}
             fields[name] = Field(tuple(axes), f"parameter {name}", "parameter", dtype=model.dtypes[name])
             sizes |= axes
-        return Group(fields, sizes, self.attributes())
+        return Group(fields, sizes)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The values, which all ranks hold."""

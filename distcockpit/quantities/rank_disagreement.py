@@ -36,7 +36,7 @@ class RankDisagreement(Quantity):
             "loss": Field(("rank",), "mean loss of the rank's samples", "loss"),
             "local_batch_size": Field(("rank",), "batch size of the rank", "samples", dtype="int64"),
         }
-        return Group(fields, {"rank": model.world_size}, self.attributes())
+        return Group(fields, {"rank": model.world_size})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's slots; the norm of G."""

@@ -61,7 +61,7 @@ class RankHealth(Quantity):
             ),
             **{f"{name}_seconds": Field(("rank",), f"time {text}", "s") for name, text in SECONDS.items()},
         }
-        return Group(fields, {"rank": model.world_size}, self.attributes())
+        return Group(fields, {"rank": model.world_size})
 
     def observe(self, output: Tensor) -> Tensor:
         """Whether there is an element that is not finite."""

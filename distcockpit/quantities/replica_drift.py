@@ -38,7 +38,7 @@ class ReplicaDrift(Quantity):
             "differs": Field(("parameter", "rank"), "1 where a rank differs from the majority", dtype="int8"),
         }
         labels = list(model.every_parameter)
-        return Group(fields, {"parameter": labels, "rank": model.world_size}, self.attributes())
+        return Group(fields, {"parameter": labels, "rank": model.world_size})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's digests."""

@@ -56,7 +56,7 @@ class TICDiag(Quantity):
     def group(self, model: Model) -> Group:
         """One number per step."""
         field = Field((), "TIC from diagonals", "loss", f"with {self.curvature}")
-        return Group({"tic_diag": field}, {}, self.attributes())
+        return Group({"tic_diag": field})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The sum over this rank's range of elements."""

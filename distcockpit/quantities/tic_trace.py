@@ -55,7 +55,7 @@ class TICTrace(Quantity):
     def group(self, model: Model) -> Group:
         """One number per step."""
         field = Field((), "TIC from traces", "loss", f"with {self.curvature}")
-        return Group({"tic_trace": field}, {}, self.attributes())
+        return Group({"tic_trace": field})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 and this rank's part of the trace."""

@@ -18,7 +18,7 @@ class Time(Quantity):
 
     def group(self, model: Model) -> Group:
         """One number per step."""
-        return Group({"time": Field((), "time since the start", "s")}, {}, self.attributes())
+        return Group({"time": Field((), "time since the start", "s")})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Rank 0's clock."""

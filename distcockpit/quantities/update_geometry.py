@@ -37,7 +37,7 @@ class UpdateGeometry(Quantity):
             "correlation": Field(("parameter",), "cosine with the previous update"),
             "previous_step": PREVIOUS,
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Nothing before the optimizer has stepped."""

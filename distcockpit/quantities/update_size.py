@@ -36,7 +36,7 @@ class UpdateSize(Quantity):
             "update_size": Field(("parameter",), "length of the update", "parameter"),
             "total": Field((), "length of the whole update", "parameter"),
         }
-        return Group(fields, {"parameter": model.parameters}, self.attributes())
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Nothing before the optimizer has stepped."""
