@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, every, open_run, presets, quantities
+from distcockpit.quantities import Quantity
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "distcockpit"
@@ -37,7 +38,7 @@ def test_edges() -> None:
     assert backpack == {"curvature.py", "gradients/backpack_layers.py"}
     assert who_imports("torch.distributed") == {"reduce.py"}
     assert who_imports("zarr") == who_imports("numcodecs") == {"store.py"}
-    assert who_imports("numba") == {"kernels/numba_cpu.py"}
+    assert who_imports("numba") == {"kernels/numba_cpu.py"} and who_imports("scipy") == {"hessian.py"}
     assert "run.py" not in who_imports("torch") and "schema.py" not in who_imports("torch")
     assert not who_imports("torchvision")
     assert "gradients/walk.py" in FILES and len(FILES) > 25
@@ -77,14 +78,35 @@ def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for block in python:
         exec(compile(block, "README.md", "exec"), scope)
     assert (tmp_path / "runs/quick.zarr").is_dir()
-    assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "pooled_loss"]
+    assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "hardest_sample"]
     net, loss_fn, x = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.randn(8, 4)
-    chosen = [scope["PooledLoss"]()]
+    chosen = [scope["HardestSample"]()]
     with DistCockpit(net, loss_fn, store="own", quantities=chosen, schedule=every(1)) as cockpit, cockpit.track(0):
-        loss = loss_fn(net(x), torch.arange(8) % 3)
-        loss.backward()
-    stored = open_run("own")["pooled_loss"]["pooled_loss"].values
-    assert stored == pytest.approx([loss.item()], rel=1e-6)
+        loss_fn(net(x), torch.arange(8) % 3).backward()
+    each = torch.nn.functional.cross_entropy(net(x), torch.arange(8) % 3, reduction="none")
+    assert open_run("own")["hardest_sample"]["loss"].values == pytest.approx([each.max().item()], rel=1e-6)
+
+
+def test_the_readme_shows_the_quantity_of_the_example() -> None:
+    example = (ROOT / "examples/custom_quantity.py").read_text()
+    shown = example[example.index("@dataclass") : example.index("def main")].strip()
+    assert shown in (ROOT / "README.md").read_text()
+    assert len(shown.splitlines()) <= 22
+
+
+def test_the_readme_table_holds_every_quantity() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    classes = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
+    assert sorted(named) == sorted(classes - {"Quantity"}) and len(named) > 30
+
+
+def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/from_cockpit.md").read_text()
+    (ours,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(ours, "from_cockpit.md", "exec"), {"__name__": "page"})
+    assert set(open_run("runs/run.zarr").children) == {*(q.name for q in presets.full()), "learning_rate", "log"}
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
