@@ -1,24 +1,30 @@
 """From the captured step to what quantities see: sums over individual gradients, and what ranks hold together.
 
 The order is that of need. One walk over the individual gradients feeds everything that needs nothing pooled. Then the
-element-wise vectors are pooled, the mean gradient G among them. A second walk takes the projections on G.
+element-wise vectors are pooled, the mean gradient G among them. A second walk takes the projections on G, and at last
+comes the iteration for eigenvalues.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from distcockpit.captured import Captured
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import GradientSum, Projection, SquaredNorms, SquareSum, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
+from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Shard, Update
-from distcockpit.session import Setup
+from distcockpit.quantities.batch import LocalBatch, Shard, Update
+from distcockpit.session import Session, Setup
+
+SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
 
 
 @dataclass(frozen=True)
@@ -35,99 +41,221 @@ class Pool:
         return self.n / self.weight if self.weight else 0.0
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """Sums over individual gradients, of this rank and of all ranks."""
-
-    gradient_sums: Mapping[str, Tensor]
-    mean_gradient: Mapping[str, Tensor]
-    squared_norms: Tensor
-    projections: Tensor
-    end_slopes: Tensor
-    shard: Shard
-
-
 def wanted(quantities: Sequence[Quantity], need: str) -> bool:
     """Whether any of the quantities has this need."""
     return any(getattr(q.needs, need) for q in quantities)
 
 
-def gather(
-    setup: Setup,
-    pool: Pool,
-    batches: Sequence[MicroBatch],
-    active: Sequence[Quantity],
-    own: Sequence[Statistic],
-    update: Update | None,
-    curvatures: Mapping[Curvature, Mapping[str, Tensor]],
-) -> Gathered:
-    """Walk, pool, and walk again.
+class Exchanges:
+    """The exchanges between header and sums, which other ranks wait for: a rank that fails must still answer.
 
     Args:
         setup: The set-up.
-        pool: What the headers said.
-        batches: The micro-batches, scaled.
         active: The quantities of this step.
-        own: Statistics that quantities asked for themselves.
+    """
+
+    def __init__(self, setup: Setup, active: Sequence[Quantity]) -> None:
+        self._setup = setup
+        kinds: dict[object, bool] = {
+            SUMS: wanted(active, "mean_gradient"),
+            SQUARES: wanted(active, "squared_gradients"),
+        }
+        kinds |= {q.needs.curvature: True for q in active if q.needs.pooled_curvature}
+        self.kinds = [kind for kind, is_wanted in kinds.items() if is_wanted]  # in the order of the buffer
+        self._to_pool, self._to_confirm = bool(self.kinds), wanted(active, "eigenvalue")
+
+    def pool(self, vectors: Mapping[object, Mapping[str, Tensor]]) -> dict[object, Tensor]:
+        """Add element-wise vectors over ranks; flat, in the order of the tracked parameters."""
+        if not self._to_pool:
+            return {}
+        parts = [vectors[kind][name].double().reshape(-1) for kind in self.kinds for name in self._setup.tracked]
+        return self._pool(torch.cat(parts))
+
+    def _pool(self, buffer: Tensor) -> dict[object, Tensor]:
+        self._to_pool = False
+        total = self._setup.world.pool(buffer)
+        return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
+
+    def confirm(self) -> None:
+        """Make sure that all ranks are about to begin the iteration for eigenvalues.
+
+        Raises:
+            RuntimeError: If one failed before.
+        """
+        if self._to_confirm and (failed := self._confirm(0.0)):
+            raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; their own errors say why.")
+
+    def _confirm(self, failed: float) -> int:
+        self._to_confirm = False
+        flag = torch.full((1,), failed, dtype=torch.float64, device=self._setup.device)
+        return int(self._setup.world.pool(flag).item())
+
+    def give_up(self) -> None:
+        """Answer what the other ranks still wait for: with NaN, and with the word that this one failed."""
+        if self._to_pool:
+            size = len(self.kinds) * self._setup.facts.n_parameters
+            self._pool(torch.full((size,), float("nan"), dtype=torch.float64, device=self._setup.device))
+        if self._to_confirm:
+            self._confirm(1.0)
+
+
+def look(
+    session: Session,
+    step: int,
+    pool: Pool,
+    captured: Sequence[Captured],
+    active: Sequence[Quantity],
+    update: Update | None,
+    curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+    forward_seconds: float,
+) -> dict[str, LocalBatch]:
+    """What each of the active quantities sees, by name.
+
+    Args:
+        session: This rank's side of the run.
+        step: Number of the step.
+        pool: What the headers said.
+        captured: The micro-batches.
+        active: The quantities of this step.
         update: The update that ended at this step.
-        curvatures: This rank's part of the pooled diagonals.
+        curvatures: The sums over this rank's micro-batches of w h.
+        forward_seconds: Time in the model's forward.
 
     Raises:
-        BaseException: What went wrong on this rank; the others are told NaN, so that they do not wait for it.
+        Exception: What went wrong on this rank; no other rank is left waiting for it.
     """
-    parameters = {name: p.detach() for name, p in setup.tracked.items()}
-    values = {name: p.detach() for name, p in setup.bare.named_parameters()}
-    local_n = sum(batch.batch_size for batch in batches)
-    sums = GradientSum(parameters) if wanted(active, "mean_gradient") else None
-    squares = SquareSum(parameters) if wanted(active, "squared_gradients") else None
-    norms = SquaredNorms(parameters) if wanted(active, "squared_norms") else None
-    slopes = None if update is None else Projection(update.direction, local_n)
-    shared = [statistic for statistic in (sums, squares, norms, slopes) if statistic is not None]
-    vectors: dict[object, Mapping[str, Tensor]] = {}
-    if sums is not None:
-        vectors["sums"] = sums.sums
-    if squares is not None:
-        vectors["squares"] = squares.sums
-    for kind in dict.fromkeys(q.needs.curvature for q in active if q.needs.pooled_curvature):
-        assert kind is not None  # what is pooled is asked for
-        vectors[kind] = curvatures[kind]
+    exchanges = Exchanges(session.setup, active)
     try:
-        walk(batches, values, list(parameters), [*shared, *own])
-    except BaseException:
-        _pool(setup, {kind: {n: v * float("nan") for n, v in vector.items()} for kind, vector in vectors.items()})
+        return _look(session, step, pool, captured, active, update, curvatures, forward_seconds, exchanges)
+    except Exception:
+        exchanges.give_up()
         raise
-    pooled = _pool(setup, vectors)
+
+
+def _look(
+    session: Session,
+    step: int,
+    pool: Pool,
+    captured: Sequence[Captured],
+    active: Sequence[Quantity],
+    update: Update | None,
+    curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+    forward_seconds: float,
+    exchanges: Exchanges,
+) -> dict[str, LocalBatch]:
+    setup = session.setup
+    batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
+    losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
+    parameters = {name: p.detach() for name, p in setup.tracked.items()}
+    every_parameter = {name: p.detach() for name, p in setup.bare.named_parameters()}
+    curvature = {k: {n: h / (pool.weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()}
+    own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
+
+    sums = GradientSum(parameters) if SUMS in exchanges.kinds else None
+    squares = SquareSum(parameters) if SQUARES in exchanges.kinds else None
+    norms = SquaredNorms(parameters) if wanted(active, "squared_norms") else None
+    slopes = None if update is None else Projection(update.direction, len(losses))
+    shared: list[Statistic] = [statistic for statistic in (sums, squares, norms, slopes) if statistic is not None]
+    asked = [statistic for statistics in own.values() for statistic in statistics.values()]
+    walk(batches, every_parameter, list(parameters), [*shared, *asked])
+
+    vectors: dict[object, Mapping[str, Tensor]] = dict(curvature.items())
+    vectors |= {SUMS: sums.sums} if sums is not None else {}
+    vectors |= {SQUARES: squares.sums} if squares is not None else {}
+    pooled = exchanges.pool(vectors)
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-    mean = pooled["sums"] / pool.n if sums is not None else nothing
-    mean_gradient = _by_name(mean, parameters) if sums is not None else {}
-    onto = Projection(mean_gradient, local_n) if wanted(active, "projections") else None
+    mean = pooled[SUMS] / pool.n if SUMS in pooled else nothing
+    mean_gradient = _by_name(mean, parameters) if SUMS in pooled else {}
+    onto = Projection(mean_gradient, len(losses)) if wanted(active, "projections") else None
     if onto is not None:
-        walk(batches, values, list(parameters), [onto])
+        walk(batches, every_parameter, list(parameters), [onto])
+    exchanges.confirm()
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
-    return Gathered(
+    if update is not None and slopes is not None:
+        update = update.ending(slopes.values / update.norm)
+    batch = LocalBatch(
+        model=setup.facts,
+        step=step,
+        n=pool.n,
+        local_n=len(losses),
+        rank=rank,
+        world_size=size,
+        loss=_sum_of_known([micro.total_loss(pool.samples_per_weight) for micro in captured], setup.device),
+        losses=losses,
+        parameters=parameters,
+        every_parameter=every_parameter,
+        initial=session.initial,
+        statistics={},
         gradient_sums={} if sums is None else sums.sums,
         mean_gradient=mean_gradient,
         squared_norms=nothing if norms is None else torch.stack(list(norms.values.values())),
         projections=nothing if onto is None else onto.values,
-        end_slopes=nothing if slopes is None or update is None else slopes.values / update.norm,
         shard=Shard(
             mean=mean[mine],
-            squares=pooled.get("squares", nothing)[mine],
+            squares=pooled.get(SQUARES, nothing)[mine],
             curvature={kind: flat[mine] for kind, flat in pooled.items() if isinstance(kind, Curvature)},
         ),
+        observed=[],
+        uniform=pool.uniform,
+        output_gradients=_output_gradients(batches, setup.facts.leaves),
+        backward=_backward(batches, setup.facts.layers),
+        curvature=curvature,
+        eigenvalues=_eigenvalues(setup, pool, captured, active),
+        update=None,
+        learning_rates=setup.learning_rates(),
+        times=session.clock.times(forward_seconds),
     )
+    return {
+        q.name: dataclasses.replace(
+            batch,
+            statistics=own[q.name],
+            observed=observed(captured, q.name),
+            update=update if q.starts(step - 1) else None,
+        )
+        for q in active
+    }
 
 
-def _pool(setup: Setup, vectors: Mapping[object, Mapping[str, Tensor]]) -> dict[object, Tensor]:
-    """Add element-wise vectors over ranks, in one exchange; flat, in the order of the tracked parameters."""
-    if not vectors:
-        return {}
-    parts = [vector[name].double().reshape(-1) for vector in vectors.values() for name in setup.tracked]
-    total = setup.world.pool(torch.cat(parts))
-    return dict(zip(vectors, total.chunk(len(vectors)), strict=True))
+def _eigenvalues(
+    setup: Setup, pool: Pool, captured: Sequence[Captured], active: Sequence[Quantity]
+) -> dict[LargestEigenvalue, Eigenvalue]:
+    result = {}
+    for kind in dict.fromkeys(q.needs.eigenvalue for q in active):
+        if kind is not None:
+            assert setup.loss_fn is not None  # checked at construction
+            result[kind] = largest_eigenvalue(
+                kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight
+            )
+    return result
 
 
 def _by_name(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = flat.split([p.numel() for p in parameters.values()])
-    return {name: part.view_as(p) for (name, p), part in zip(parameters.items(), parts, strict=True)}
+    return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
+
+
+def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
+    """The sum, float64; ``None`` if one of the values is not known."""
+    known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
+    return torch.stack(known).sum() if len(known) == len(values) else None
+
+
+def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
+    """Gradients at the outputs of layers with parameters, in the order of the backward pass."""
+    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.path in layers]
+    return [(use.layer.path, gradient) for use in uses for gradient in use.output_gradients.values()]
+
+
+def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
+    gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
+    for batch in batches:
+        for use in batch.uses:
+            if use.layer.path in gradients:
+                gradients[use.layer.path] += use.output_gradients.values()
+    return gradients
+
+
+def observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
+    """What one quantity kept of the outputs: by micro-batch, in forward order."""
+    return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]

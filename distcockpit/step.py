@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from distcockpit import curvature
@@ -17,11 +15,10 @@ from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.uses import MicroBatch
-from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.layers import check_batchnorm, training_batchnorms
-from distcockpit.pooling import Pool, gather, wanted
+from distcockpit.pooling import Pool, look, observed, wanted
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Fact, LocalBatch, Update
+from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
 from distcockpit.selfcheck import check_gradients, check_losses, check_positions
@@ -121,15 +118,13 @@ class TrackedStep:
             session.check_health()
             captured = self._captured(capture)
             curvatures = self._curvatures(captured)
-            observed = {q.name: _observed(captured, q.name) for q in self._active}
-            shapes = digest([q.shapes(observed[q.name]) for q in self._active])
+            record["shapes"] = digest([q.shapes(observed(captured, q.name)) for q in self._active])
         except Exception:
             self._report_failure(record)
             raise
         record["batch_size"] = sum(c.batch_size for c in captured)
         record["weight"] = sum(c.weight for c in captured)
         record["layout"] = digest([q.name for q in self._active], self._update is not None, list(riding))
-        record["shapes"] = shapes
         before = time.perf_counter()
         records = setup.world.header(record)
         session.clock.wait = time.perf_counter() - before
@@ -139,7 +134,7 @@ class TrackedStep:
             uniform=len({r["shapes"] for r in records}) == 1,
         )
         try:
-            self._send(captured, pool, curvatures, observed, riding, capture.forward_seconds)
+            self._send(captured, pool, curvatures, riding, capture.forward_seconds)
         except BaseException:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
             session.broken = True
@@ -200,60 +195,16 @@ class TrackedStep:
         captured: Sequence[Captured],
         pool: Pool,
         curvatures: Mapping[Curvature, Mapping[str, Tensor]],
-        observed: Mapping[str, list[list[tuple[str, Tensor]]]],
         riding: Mapping[str, Tensor],
         forward_seconds: float,
     ) -> None:
         """Everything that is summed: computed, packed, and sent on its way."""
         session, setup = self._session, self._setup
         stamp = Stamp(self._step, self._epoch, time.time(), pool.n)
-        batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
-        losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
-        parameters = {name: p.detach() for name, p in setup.tracked.items()}
-        statistics = {q.name: q.statistics(self._step, parameters, session.memory_of(q)) for q in self._active}
-        curvatures = {k: {n: h / (pool.weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()}
-        own = [statistic for asked in statistics.values() for statistic in asked.values()]
-        gathered = gather(setup, pool, batches, self._active, own, self._update, curvatures)
-        eigenvalues = self._eigenvalues(captured, pool)
-        if self._update is not None:
-            self._update = self._update.ending(gathered.end_slopes)
-        totals = [micro.total_loss(pool.samples_per_weight) for micro in captured]
-        batch = LocalBatch(
-            model=setup.facts,
-            step=self._step,
-            n=pool.n,
-            local_n=len(losses),
-            rank=setup.world.rank,
-            world_size=setup.world.size,
-            loss=_sum_of_known(totals, setup.device),
-            losses=losses,
-            parameters=parameters,
-            every_parameter={name: p.detach() for name, p in setup.bare.named_parameters()},
-            initial=session.initial,
-            statistics={},
-            gradient_sums=gathered.gradient_sums,
-            mean_gradient=gathered.mean_gradient,
-            squared_norms=gathered.squared_norms,
-            projections=gathered.projections,
-            shard=gathered.shard,
-            observed=[],
-            uniform=pool.uniform,
-            output_gradients=_output_gradients(batches, setup.facts.leaves),
-            backward=_backward(batches, setup.facts.layers),
-            curvature=curvatures,
-            eigenvalues=eigenvalues,
-            update=None,
-            learning_rates=setup.learning_rates(),
-            times=session.clock.times(forward_seconds),
-        )
-
-        def seen_by(quantity: Quantity) -> LocalBatch:
-            update = self._update if quantity.starts(self._step - 1) else None
-            return replace(batch, statistics=statistics[quantity.name], observed=observed[quantity.name], update=update)
-
+        seen = look(session, self._step, pool, captured, self._active, self._update, curvatures, forward_seconds)
         rows = [q for q in self._active if not q.needs.displacement]
         parts = {
-            f"{q.name}/{key}": value for q in rows for key, value in q.local(seen_by(q), session.memory_of(q)).items()
+            f"{q.name}/{key}": value for q in rows for key, value in q.local(seen[q.name], session.memory_of(q)).items()
         }
         sums = {key: value for key, value in parts.items() if isinstance(value, Tensor)}
         sums |= {f"log/{name}": value for name, value in riding.items()}
@@ -271,19 +222,11 @@ class TrackedStep:
         )
         if self._values is not None:
             starting = [q for q in self._active if q.starts(self._step)]
+            losses = next(iter(seen.values())).losses
+            batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]  # scaled by now
             kept = batches if wanted(starting, "update") else []
             displaced = [q for q in starting if q.needs.displacement]
             session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
-
-    def _eigenvalues(self, captured: Sequence[Captured], pool: Pool) -> dict[LargestEigenvalue, Eigenvalue]:
-        setup, result = self._setup, {}
-        for kind in dict.fromkeys(q.needs.eigenvalue for q in self._active):
-            if kind is not None:
-                assert setup.loss_fn is not None  # checked at construction
-                result[kind] = largest_eigenvalue(
-                    kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight
-                )
-        return result
 
     def _curvatures(self, captured: Sequence[Captured]) -> dict[Curvature, dict[str, Tensor]]:
         """Each diagonal that is asked for: the sum over this rank's micro-batches of w h."""
@@ -294,29 +237,3 @@ class TrackedStep:
                 assert setup.loss_fn is not None  # checked at construction
                 result[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
         return result
-
-
-def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
-    """The sum, float64; ``None`` if one of the values is not known."""
-    known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
-    return torch.stack(known).sum() if len(known) == len(values) else None
-
-
-def _observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
-    """What one quantity kept of the outputs: by micro-batch, in forward order."""
-    return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]
-
-
-def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
-    """Gradients at the outputs of layers with parameters, in the order of the backward pass."""
-    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.path in layers]
-    return [(use.layer.path, gradient) for use in uses for gradient in use.output_gradients.values()]
-
-
-def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
-    gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
-    for batch in batches:
-        for use in batch.uses:
-            if use.layer.path in gradients:
-                gradients[use.layer.path] += use.output_gradients.values()
-    return gradients

@@ -529,32 +529,37 @@ def test_the_digest_sees_every_bit(dtype: torch.dtype) -> None:
 
 
 class Fails(q.Quantity):
-    """Its statistic fails on one rank, in the middle of the walk."""
+    """It fails on one rank, while statistics are asked for, in the walk, or when sums are taken."""
 
     def group(self, model: q.Model) -> q.Group:
-        return q.Group({"fails": q.Field()}, {}, {})
+        return q.Group({"fails": q.Field()})
+
+    def fail(self, where: str) -> None:
+        if self.name == where and torch.distributed.get_rank() == 1:
+            raise MemoryError("no memory for blocks")
 
     def statistics(self, step: int, parameters: Any, memory: dict) -> dict:
+        self.fail("statistics")
         return {"broken": self}
 
     def outer(self, *args: Any) -> None:
-        if torch.distributed.get_rank() == 1:
-            raise MemoryError("no memory for blocks")
+        self.fail("walk")
 
     block = outer
 
     def local(self, batch: q.LocalBatch, memory: dict) -> dict:
+        self.fail("local")
         return {}
 
     def finalize(self, totals: Any, n: int) -> dict:
         return {"fails": 0.0}
 
 
-def fail_half_way(rank: int, size: int, group: Any, store: str) -> list[str]:
+def fail_half_way(rank: int, size: int, group: Any, store: str, where: str, eigenvalue: bool) -> list[str]:
     net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
     model = DistributedDataParallel(net, process_group=group)
     x, y = cases.data("mlp", "mean", 0)
-    chosen = [q.GradNorm(), Fails()]
+    chosen = [q.InnerTest(), q.MeanGSNR(), Fails(name=where)] + ([q.HessMaxEV()] if eigenvalue else [])
     cockpit = DistCockpit(model, loss_fn, store=store, quantities=chosen, schedule=every(1))
     said = []
     for step in range(2):
@@ -567,13 +572,21 @@ def fail_half_way(rank: int, size: int, group: Any, store: str) -> list[str]:
     return said
 
 
-def test_a_rank_that_fails_before_the_pooling_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eigenvalue", [False, True])
+@pytest.mark.parametrize("where", ["statistics", "walk", "local"])
+def test_a_rank_that_fails_half_way_leaves_nobody_waiting(
+    ranks: Ranks, tmp_path: Path, where: str, eigenvalue: bool
+) -> None:
+    """The others go on and stop at the next step, or at once where they would begin an iteration with it."""
     began = time.monotonic()
-    said = ranks.run(4, fail_half_way, str(tmp_path / "run"))
+    said = ranks.run(4, fail_half_way, str(tmp_path / "run"), where, eigenvalue)
     assert time.monotonic() - began < 60
     assert said[1][0] == "no memory for blocks" and "earlier tracked step failed" in said[1][1]
     for rank in (0, 2, 3):
-        assert said[rank][0] == "went on" and "Rank 1 could not finish" in said[rank][1]
+        if eigenvalue and where != "local":
+            assert "1 rank(s) could not finish" in said[rank][0] and "earlier tracked step" in said[rank][1]
+        else:
+            assert said[rank][0] == "went on" and "Rank 1 could not finish" in said[rank][1]
     ranks.stop(kill=True)  # a group with an unanswered sum is of no use to the tests that follow
 
 
