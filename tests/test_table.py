@@ -18,7 +18,7 @@ from ranks import Ranks
 from torch import Tensor
 from train import SHARDINGS, Spec, everything, first_order, make_optimizer, train
 
-from distcockpit import open_run
+from distcockpit import every, open_run
 
 
 def run(ranks: Ranks, spec: Spec, curvature: bool = True) -> tuple[list[dict], xr.DataTree]:
@@ -108,17 +108,18 @@ def check(spec: Spec, states: list[dict], run: xr.DataTree, curvature: bool = Tr
         oracle.batch(model, state, loss.terms, *cases.data(spec.model, spec.loss, step, n))
         for step, state in enumerate(states[:-1])
     ]
-    wanted = {quantity.name for quantity in (everything() if curvature else first_order())}
-    assert set(run.children) == wanted | {"learning_rate", "log"} and wanted < set(CHECKS)
-    for step in range(spec.steps):
-        case = Case(spec, step, states, pooled)
-        for name in [*sorted(wanted), "learning_rate"]:
-            if name == "alpha" and step == spec.steps - 1:
-                assert step not in run[name]["step"]
-                continue
-            row = run[name].to_dataset().sel(step=step)
+    each_step = [Case(spec, step, states, pooled) for step in range(spec.steps)]
+    chosen = everything() if curvature else first_order()
+    wanted = {quantity.name: quantity.schedule or every(1) for quantity in chosen}
+    assert set(run.children) == set(wanted) | {"learning_rate", "log"} and set(wanted) < set(CHECKS)
+    for name in [*wanted, "learning_rate"]:
+        rows = run[name].to_dataset().load()
+        steps = [step for step in range(spec.steps) if wanted.get(name, every(1))(step)]
+        assert list(rows["step"].values) == (steps[:-1] if name == "alpha" else steps), name
+        for step in rows["step"].values:
+            row = rows.sel(step=step)
             assert int(row["batch_size"]) == n and row["epoch"] == step // 2
-            CHECKS[name](row, case)
+            CHECKS[name](row, each_step[int(step)])
 
 
 def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None:

@@ -33,8 +33,8 @@ def everything() -> list[q.Quantity]:
         q.TICDiag(),
         q.TICDiag(curvature="diag_ggn_exact", name="tic_ggn", epsilon=1e-3),
         q.TICTrace(),
-        q.HessMaxEV(),
-        q.HessMaxEV(which="LA", name="largest_algebraic", tolerance=1e-5),
+        q.HessMaxEV(schedule=every(3)),  # these take the most time
+        q.HessMaxEV(which="LA", name="largest_algebraic", tolerance=1e-5, schedule=every(3, 1)),
     ]
 
 
