@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from distcockpit.quantities.base import Quantity
+from distcockpit.schedules import in_words
 from distcockpit.schema import COORDINATES, Group
 
 logger = logging.getLogger("distcockpit")
@@ -33,7 +34,7 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
     """The text, in one line."""
     by_schedule: dict[str, list[str]] = {}
     for quantity in quantities:
-        by_schedule.setdefault(str(quantity.schedule), []).append(quantity.name)
+        by_schedule.setdefault(in_words(quantity.schedule), []).append(quantity.name)
     what = "; ".join(f"{schedule}: {', '.join(names)}" for schedule, names in by_schedule.items())
     size = sum(n_bytes(groups[q.name]) * sum(q.starts(step) for step in range(STEPS)) for q in quantities)
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"

@@ -11,6 +11,11 @@ Schedule = Callable[[int], bool]
 """Any callable that says for a step whether it is tracked; it must say the same on all ranks."""
 
 
+def in_words(schedule: Schedule | None) -> str:
+    """What a line for people calls a schedule: a function by its name."""
+    return str(getattr(schedule, "__qualname__", schedule))
+
+
 @dataclass(frozen=True)
 class Every:
     """The schedule of :func:`every`."""
@@ -45,12 +50,18 @@ class AtSteps:
     def __repr__(self) -> str:
         return f"AtSteps({sorted(self.steps)})"
 
+    def __str__(self) -> str:
+        return f"{len(self.steps)} steps up to {max(self.steps, default=0)}"
+
 
 @dataclass(frozen=True)
 class AnyOf:
     """The steps of any of several schedules."""
 
     schedules: tuple[Schedule, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(map(in_words, self.schedules))
 
     def __call__(self, step: int) -> bool:
         """Whether ``step`` is tracked."""
