@@ -24,6 +24,8 @@ from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.rng import RandomState
 
+Observer = Callable[[Tensor, bool], Tensor | None]
+
 
 class Capture:
     """Collects the micro-batches of one tracked step.
@@ -47,7 +49,7 @@ class Capture:
         *,
         replay: bool = False,
         output_gradients: bool = True,
-        observers: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        observers: Mapping[str, Observer] | None = None,
         batch_size: int | None = None,
         watch: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -165,12 +167,13 @@ class Capture:
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
-        """Hand the first tensor among the outputs to the observers, if its first axis is the batch."""
-        first = next(iter(_tensors(output)), None)
-        if not self._observers or not use.layer.is_leaf or first is None or not first.is_floating_point():
+        """Hand the first floating-point tensor among the outputs to the observers."""
+        first = next((t.detach() for t in _tensors(output) if t.is_floating_point()), None)
+        if not self._observers or not use.layer.is_leaf or first is None or self._pass is None:
             return
-        if first.dim() and self._pass is not None and first.shape[0] == self._pass.batch_size:
-            use.observed = {name: observe(first.detach()) for name, observe in self._observers.items()}
+        has_batch_axis = first.dim() > 0 and first.shape[0] == self._pass.batch_size
+        kept = {name: observe(first, has_batch_axis) for name, observe in self._observers.items()}
+        use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if not torch.is_grad_enabled():

@@ -230,12 +230,23 @@ def _gradient(
     statistics = batch_statistics(micro, model)
     with (
         sdpa_kernel(SDPBackend.MATH),
-        torch.backends.cudnn.flags(enabled=False),
+        _without_cudnn(),
         replayed(model, loss_fn, micro, statistics) as loss,
     ):
         gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
         _check_twice_differentiable(gradient)
         yield gradient
+
+
+@contextmanager
+def _without_cudnn() -> Generator[None, None, None]:
+    """Its recurrent layers have no second derivative."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _check_twice_differentiable(gradient: Sequence[Tensor]) -> None:

@@ -65,6 +65,13 @@ def find_layers(
             f"'{left_out[full]}'. Its individual gradients need both: include or exclude both."
         )
     for layer in layers:
+        for local in layer.parameters:
+            if layer.module.get_parameter(local).is_complex():
+                raise ValueError(
+                    f"Layer '{layer.path}' ({type(layer.module).__name__}) has the complex parameter '{local}', which "
+                    "is not supported. Hold its parts in one real parameter and use torch.view_as_complex, or "
+                    f"leave the layer out: exclude=['{layer.path}']."
+                )
         recurrent = isinstance(layer.module, nn.RNNBase | nn.MultiheadAttention)
         if recurrent and layer.parameters and not layer.module.batch_first:
             raise ValueError(

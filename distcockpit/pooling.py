@@ -33,7 +33,6 @@ class Pool:
 
     n: int  # N
     weight: float  # W
-    uniform: bool  # whether the shapes that may differ between ranks do not
 
     @property
     def samples_per_weight(self) -> float:
@@ -197,7 +196,7 @@ def _look(
             curvature={kind: flat[mine] for kind, flat in pooled.items() if isinstance(kind, Curvature)},
         ),
         observed=[],
-        uniform=pool.uniform,
+        sizes={},
         output_gradients=_output_gradients(batches, setup.facts.leaves),
         backward=_backward(batches, setup.facts.layers),
         curvature=curvature,
@@ -211,6 +210,7 @@ def _look(
             batch,
             statistics=own[q.name],
             observed=observed(captured, q.name),
+            sizes=session.sizes.get(q.name, {}),
             update=update if q.starts(step - 1) else None,
         )
         for q in active

@@ -10,7 +10,8 @@ element-wise pooled vectors, in this order:
    stream, not by the host);
 3. the sums: one packed float64 buffer, all-reduced, not waited for.
 
-An eigenvalue of the Hessian adds two exchanges per product with a vector.
+An eigenvalue of the Hessian adds two exchanges per product with a vector. The first tracked step of a quantity whose
+sums depend on the sizes of outputs compares these, once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEADER = ("step", "batch_size", "weight", "layout", "shapes", "failed")
-"""The numbers of a header record, all exact in float64: ``layout`` must agree, ``shapes`` may differ."""
+HEADER = ("step", "batch_size", "weight", "layout", "failed")
+"""The numbers of a header record, all exact in float64."""
 
 
 class Pending:
@@ -118,7 +119,7 @@ class World:
         self._sums = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=among_themselves)
 
     def share(self, fact: object) -> list[Any]:
-        """One picklable object per rank, in the order of ranks. For construction only."""
+        """One picklable object per rank, in the order of ranks. For construction and first steps only."""
         if self._header is None:
             return [fact]
         facts: list[Any] = [None] * self.size

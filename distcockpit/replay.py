@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,8 @@ def replayed(
 ) -> Generator[Tensor, None, None]:
     """The unscaled loss of a micro-batch, in a fresh graph.
 
-    Inside, buffers are copies, in-place activations are off, and batch norms named in ``batch_statistics`` hold
-    these (mean, biased variance) as constants. The global random state stays as it was.
+    Inside, buffers are copies, hooks on parameters and in-place activations are off, and batch norms named in
+    ``batch_statistics`` hold these (mean, biased variance) as constants. The global random state stays as it was.
 
     Args:
         model: The bare module.
@@ -53,6 +53,7 @@ def replayed(
         )
     with (
         _private_buffers(model, forward.buffers or {}),
+        _without_hooks(list(model.parameters())),
         unchanged(next(model.parameters()).device, forward.random_state),
     ):
         for path, module in frozen.items():
@@ -70,6 +71,19 @@ def replayed(
                 module.training = training[path]
             for module in inplace:
                 module.inplace = True  # type: ignore[assignment]
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None, None, None]:
+    """Take the user's hooks off the parameters: they would see, and change, gradients that are not the run's."""
+    hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    try:
+        for p, _ in hooks:
+            p._backward_hooks = None
+        yield
+    finally:
+        for p, before in hooks:
+            p._backward_hooks = before
 
 
 @contextmanager

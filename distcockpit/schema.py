@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+NAME = re.compile(r"(?!__)[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Names of groups and arrays that every store and file system takes."""
 
 FORMAT, FORMAT_VERSION = "distcockpit", 1

@@ -61,7 +61,7 @@ class Setup:
     def learning_rates(self) -> list[float | Tensor]:
         """The present learning rate of each parameter group of the optimizer; NaN where a group has none."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("lr", float("nan")) for group in groups]
+        return [float("nan") if (rate := group.get("lr")) is None else rate for group in groups]
 
     def loss_scale(self) -> float | None:
         """The present scale of mixed precision, if there is a scaler."""
@@ -77,6 +77,7 @@ class Session:
     userlog: UserLog = field(default_factory=UserLog)
     start: Start | None = None  # the step at which an update began that is not known yet
     clock: Clock = field(default_factory=Clock)
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # what ranks agreed on, by quantity
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     inside: TrackedStep | None = None
     unchecked: dict[str, nn.Parameter] = field(default_factory=dict)  # whose gradients were not explained yet
@@ -116,6 +117,21 @@ class Session:
         self.inside, self._last_step = tracked, step
         if not self.initial and any(q.needs.initial for q in self.setup.quantities) and self.setup.world.rank == 0:
             self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
+
+    def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Compare the sizes that quantities saw with the other ranks', once per quantity; all ranks call it.
+
+        Args:
+            sizes: By quantity and name.
+        """
+        new = {quantity: dict(seen) for quantity, seen in sizes.items() if quantity not in self.sizes}
+        if not new:
+            return
+        for told in self.setup.world.share(new):
+            for quantity, seen in told.items():
+                agreed = self.sizes.setdefault(quantity, {})
+                for name, size in seen.items():
+                    agreed[name] = size if agreed.get(name, size) == size else 0
 
     def check_trainable(self, step: int) -> None:
         """Whether the same parameters are trainable as at construction, and in as many parameter groups.
@@ -192,11 +208,13 @@ class Session:
         )
         return None
 
-    def _record_displacement(self, start: Start) -> None:
-        """Rank 0 tells the facts of an update; nothing is sent."""
+    def _record_displacement(self, start: Start, *, closing: bool = False) -> None:
+        """Rank 0 tells the facts of an update; nothing is sent. At the end of a run there may have been none."""
         if self.recorder is None or not start.displaced:
             return
         d = start.displacement(self.setup.tracked)
+        if closing and not any(bool(t.any()) for t in d.values()):
+            return
         step, device = start.stamp.step, self.setup.device
         facts = {
             f"{q.name}/{key}": value
@@ -255,7 +273,7 @@ class Session:
         atexit.unregister(self.close)
         try:
             if orderly and self.start is not None:
-                self._record_displacement(self.start)
+                self._record_displacement(self.start, closing=True)
             self.start = None
             if orderly and self.userlog.is_riding:
                 self._send_last_logs()

@@ -118,7 +118,7 @@ class TrackedStep:
             session.check_health()
             captured = self._captured(capture)
             curvatures = self._curvatures(captured)
-            record["shapes"] = digest([q.shapes(observed(captured, q.name)) for q in self._active])
+            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active if q.needs.output_sizes}
         except Exception:
             self._report_failure(record)
             raise
@@ -131,8 +131,8 @@ class TrackedStep:
         pool = Pool(
             n=int(sum(r["batch_size"] for r in records)),
             weight=sum(r["weight"] for r in records),
-            uniform=len({r["shapes"] for r in records}) == 1,
         )
+        session.agree_on_sizes(sizes)
         try:
             self._send(captured, pool, curvatures, riding, capture.forward_seconds)
         except BaseException:

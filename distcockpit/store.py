@@ -54,6 +54,9 @@ class Column:
         self.fill = fill
         chunk_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
         self._tail = np.full(chunk_shape, fill, dtype=document["data_type"])
+        # A chunk is at least 1 long on every axis, an array may be 0.
+        self._row_shape = tuple(document["shape"][1:])
+        self._row = tuple(slice(size) for size in self._row_shape)
         self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
         self._full: dict[str, bytes] = {}
         self._dirty = False
@@ -69,11 +72,11 @@ class Column:
         Raises:
             ValueError: If it does not fit.
         """
-        return np.broadcast_to(np.asarray(value, self._tail.dtype), self._tail.shape[1:])
+        return np.broadcast_to(np.asarray(value, self._tail.dtype), self._row_shape)
 
     def append(self, value: Any) -> bool:
         """Add a row; says whether that filled a chunk."""
-        self._tail[self.rows % self.chunk_rows] = value
+        self._tail[(self.rows % self.chunk_rows, *self._row)] = value
         self.rows += 1
         self._dirty = True
         if self.rows % self.chunk_rows:

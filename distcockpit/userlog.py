@@ -97,8 +97,8 @@ class UserLog:
 def _check(name: str, value: Any) -> None:
     if name in RESERVED or not NAME.fullmatch(name):
         raise ValueError(
-            f"log({name}=...): the name must be made of letters, digits, '_', '-' and '.' (no '/'), begin with a "
-            f"letter or a digit, and not be one of {list(RESERVED)}: it names an array in the group 'log'."
+            f"log({name}=...): the name must be made of letters, digits, '_', '-' and '.' (no '/'), begin with "
+            f"a letter, a digit or one '_', and not be one of {list(RESERVED)}: it names an array in the group 'log'."
         )
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return

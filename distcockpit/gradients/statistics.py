@@ -7,6 +7,7 @@ products where a closed form exists; ``block`` takes formed individual gradients
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -54,11 +55,11 @@ class SquareSum:
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``(delta^2)^T (x^2)``."""
-        self.sums[name].addmm_(delta.double().square_().T, x.double().square_())
+        self.sums[name].addmm_(delta.double().square().T, x.double().square())
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the samples of the block."""
-        self.sums[name] += gradients.double().square_().sum(0)
+        self.sums[name] += gradients.double().square().sum(0)
 
 
 class SquaredNorms:
@@ -69,11 +70,11 @@ class SquaredNorms:
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""
-        self.values[name] += delta.double().square_().sum(1) @ x.double().square_().sum(1)
+        self.values[name] += delta.double().square().sum(1) @ x.double().square().sum(1)
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""
-        self.values[name] += gradients.double().square_().sum()
+        self.values[name] += gradients.double().square().sum()
 
 
 class Projection:
@@ -94,7 +95,8 @@ class Projection:
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The inner product itself."""
         product = gradients * self.direction[name].to(gradients.dtype)
-        self.values[samples] += product.flatten(1).sum(1, dtype=torch.float64)
+        rows = product.reshape(len(product), math.prod(product.shape[1:]))
+        self.values[samples] += rows.sum(1, dtype=torch.float64)
 
 
 class AbsMax:

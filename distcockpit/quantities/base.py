@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
+from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs, Observed
 from distcockpit.schedules import Schedule
 from distcockpit.schema import NAME, Group, Row
 
@@ -50,7 +50,7 @@ class Quantity(ABC):
         if not NAME.fullmatch(self.name) or self.name in ("log", "zarr.json"):
             raise ValueError(
                 f"{type(self).__name__}(name={self.name!r}): must be made of letters, digits, '_', '-' and '.', begin "
-                "with a letter or a digit, and must not be 'log': it names a group in the store."
+                "with a letter, a digit or a single '_', and must not be 'log': it names a group in the store."
             )
         if self.schedule is not None and not callable(self.schedule):
             raise TypeError(
@@ -97,19 +97,23 @@ class Quantity(ABC):
             memory: Belongs to this quantity and lasts from step to step.
         """
 
-    def observe(self, output: Tensor) -> Tensor:
-        """What to keep of an output of a leaf module, ``[B, *]``; for quantities that need outputs.
+    def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
+        """What to keep of an output of a leaf module; for quantities that need outputs.
 
         It is called in the forward pass, because modules that work in place overwrite outputs.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe(output).")
 
-    def shapes(self, observed: Sequence[Sequence[tuple[str, Tensor]]]) -> object:
-        """What the shapes of this quantity's sums depend on, beside the model and the options.
-
-        If ranks differ, ``LocalBatch.uniform`` is false, and sums must have a shape that depends on nothing.
+        Args:
+            output: The first floating-point tensor that the module returned.
+            has_batch_axis: Whether its first axis is as long as the batch.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe().")
+
+    def sizes(self, observed: Observed) -> Mapping[str, int]:
+        """Lengths of sums that are known only when outputs are there, by name; for quantities that need output sizes.
+
+        Ranks compare them at the first tracked step; ``LocalBatch.sizes`` holds what they agree on.
+        """
+        return {}
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Facts of the optimizer's step that began at ``step``; on rank 0, for quantities that need the displacement.

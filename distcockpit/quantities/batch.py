@@ -30,6 +30,7 @@ class Needs:
         pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
         eigenvalue: An eigenvalue of the pooled Hessian.
         outputs: Outputs of the leaf modules, by way of :meth:`Quantity.observe`.
+        output_sizes: Sums whose length depends on outputs, by way of :meth:`Quantity.sizes`.
         output_gradients: Gradients at the outputs of all leaf modules.
         update: The step of the optimizer that began at the previous tracked step, seen from the batches at both ends.
         displacement: The step of the optimizer itself, by way of :meth:`Quantity.displacement`.
@@ -47,6 +48,7 @@ class Needs:
     pooled_curvature: bool = False
     eigenvalue: LargestEigenvalue | None = None
     outputs: bool = False
+    output_sizes: bool = False
     output_gradients: bool = False
     update: bool = False
     displacement: bool = False
@@ -134,6 +136,10 @@ class Times:
     cockpit: float  # in the cockpit's own work for this step, the wait left out
 
 
+Observed = Sequence[Sequence[tuple[str, Tensor]]]
+"""What a quantity's ``observe`` kept: by micro-batch, then by call in forward order, with the name of the module."""
+
+
 @dataclass(frozen=True)
 class Fact:
     """Something that all ranks hold alike: told by rank 0, not sent. Other ranks hold ``None``."""
@@ -165,8 +171,8 @@ class LocalBatch:
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>
     shard: Shard
-    observed: Sequence[Sequence[tuple[str, Tensor]]]  # what `observe` returned: micro-batch, call in forward order
-    uniform: bool  # whether `shapes` said the same on all ranks
+    observed: Observed
+    sizes: Mapping[str, int]  # what `sizes` said on all ranks that said anything; 0 where they differ
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
     backward: Sequence[tuple[str, Tensor]]  # gradients at outputs of layers with parameters, as the backward met them
     curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64

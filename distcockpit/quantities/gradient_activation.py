@@ -51,9 +51,11 @@ class GradientActivation(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The shares, which all ranks know."""
+        gradients = list(batch.mean_gradient.values())
 
         def shares() -> Tensor:
-            rows = [g.reshape(len(g) if g.dim() else 1, -1) for g in batch.mean_gradient.values()]
+            shapes = [(len(g), g[:1].numel()) if g.numel() and g.dim() else (1, g.numel()) for g in gradients]
+            rows = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
             active = [~(row.abs() <= self.epsilon) for row in rows]  # what is not finite is not zero
             pairs = [(a.double().mean(), (~a.any(1)).double().mean()) for a in active]
             return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])

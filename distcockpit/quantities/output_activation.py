@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, label
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed, label
 from distcockpit.schema import Field, Group, Row
 
 
@@ -21,9 +21,9 @@ class OutputActivation(Quantity):
 
     An output element is active if $|z| > \epsilon$. A neuron (a channel: one index of the channel axis) is dead if no
     output of it is active, over all samples of the pooled batch and all positions. The output-activation lens of
-    monitorch, over all ranks. Shares of 1. NaN for a module whose output does not begin with the batch axis; the dead
-    share is NaN where ranks saw different numbers of neurons. In a model without activation modules (functional ones
-    are not seen) all leaf modules are watched.
+    monitorch, over all ranks. Shares of 1. NaN for a module whose output does not begin with the batch axis, or that
+    not all samples passed; the dead share is NaN where the number of neurons is not, on all ranks, that of the first
+    tracked step. In a model without activation modules (functional ones are not seen) all leaf modules are watched.
 
     Args:
         epsilon: Magnitude up to which an output counts as zero, at least 0.
@@ -46,8 +46,8 @@ class OutputActivation(Quantity):
 
     @property
     def needs(self) -> Needs:
-        """The outputs."""
-        return Needs(outputs=True)
+        """The outputs, and how many neurons they have."""
+        return Needs(outputs=True, output_sizes=True)
 
     def _layers(self, leaves: Mapping[str, bool]) -> list[str]:
         return [path for path, is_activation in leaves.items() if is_activation] or list(leaves)
@@ -61,41 +61,58 @@ class OutputActivation(Quantity):
         labels = [label(path) for path in self._layers(model.leaves)]
         return Group(fields, {"layer": labels})
 
-    def observe(self, output: Tensor) -> Tensor:
-        """Active outputs, and all outputs, of each neuron: ``[2, C]``."""
+    def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
+        """Active outputs, all outputs, and samples, of each neuron: ``[3, C]``."""
+        if not has_batch_axis:
+            return None
+        samples = len(output)
         output = output[:, None] if output.dim() == 1 else output
         axis = self.channel_axis if -output.dim() < self.channel_axis < output.dim() else 1
         active = ~(output.abs() <= self.epsilon).movedim(axis, 0).flatten(1)  # what is not finite is not zero
         counts = active.sum(1, dtype=torch.float64)
-        return torch.stack([counts, torch.full_like(counts, active.shape[1])])
+        return torch.stack([counts, torch.full_like(counts, active.shape[1]), torch.full_like(counts, samples)])
 
-    def shapes(self, observed: Sequence[Sequence[tuple[str, Tensor]]]) -> object:
-        """The numbers of neurons."""
-        return sorted({(path, seen.shape[1]) for micro in observed for path, seen in micro})
+    def sizes(self, observed: Observed) -> Mapping[str, int]:
+        """The number of neurons of each module; 0 if its calls differ."""
+        seen: dict[str, set[int]] = {}
+        for micro in observed:
+            for path, counts in micro:
+                seen.setdefault(path, set()).add(counts.shape[1])
+        return {path: widths.pop() if len(widths) == 1 else 0 for path, widths in seen.items()}
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Active outputs by neuron, layer after layer; and how many neurons each layer has."""
-        seen: dict[str, list[Tensor]] = {path: [] for path in self._layers(batch.model.leaves)}
+        """Active outputs, outputs and samples by layer; active outputs by neuron, layer after layer."""
+        layers = self._layers(batch.model.leaves)
+        widths = {path: batch.sizes.get(path, 0) for path in layers}
+        neurons = {path: batch.vector([]).new_zeros(width) for path, width in widths.items()}
+        whole = {path: batch.vector([0.0] * 4) for path in layers}
         for micro in batch.observed:
-            for path, counts in micro:
-                if path in seen:
-                    seen[path].append(counts)
-        nothing = batch.vector([]).new_zeros(2, 0)
-        whole = [
-            torch.stack([c.sum(1) for c in counts]).sum(0) if counts else nothing.sum(1) for counts in seen.values()
-        ]
-        alike = batch.uniform and all(len({c.shape[1] for c in counts}) <= 1 for counts in seen.values())
-        neurons = [torch.stack(counts).sum(0)[0] if counts and alike else nothing[0] for counts in seen.values()]
+            called: set[str] = set()
+            for path, seen in micro:
+                if path not in whole:
+                    continue
+                active, elements, samples = seen
+                fits = len(active) == widths[path]
+                if fits:
+                    neurons[path] += active
+                first = samples[:1].sum() if path not in called else 0.0
+                whole[path] += batch.vector([active.sum(), elements.sum(), first, not fits])
+                called.add(path)
         return {
-            "counts": torch.stack(whole) if whole else nothing.T,
-            "neurons": torch.cat(neurons) if neurons else nothing[0],
-            "widths": batch.once(lambda: batch.vector([len(part) for part in neurons])),
+            "whole": torch.stack(list(whole.values())) if layers else batch.vector([]).reshape(0, 4),
+            "neurons": torch.cat(list(neurons.values())) if layers else batch.vector([]),
+            "widths": batch.once(lambda: batch.vector(list(widths.values()))),
         }
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The shares."""
-        active, elements = totals["counts"].T
-        parts = np.split(totals["neurons"], np.cumsum(totals["widths"]).astype(int)[:-1]) if len(active) else []
+        active, elements, samples, misfits = totals["whole"].T
+        ends = np.cumsum(totals["widths"]).astype(int)
+        parts = np.split(totals["neurons"], ends[:-1]) if len(ends) else []
+        known = (samples == n) & (n > 0)
         with np.errstate(all="ignore"):
-            dead = [np.mean(part == 0) if len(part) and n else np.nan for part in parts]
-            return {"active": active / elements, "dead": np.array(dead)}
+            dead = np.array([np.mean(part == 0) if len(part) else np.nan for part in parts])
+            return {
+                "active": np.where(known, active / elements, np.nan),
+                "dead": np.where(known & (misfits == 0), dead, np.nan),
+            }

@@ -22,7 +22,8 @@ class OutputNorm(Quantity):
 
     The output-norm lens of monitorch, over the samples of all ranks. Norms that grow or vanish with depth show a
     signal that explodes or dies. In units of the output. A module that is called several times in a forward pass
-    counts with all its outputs together. NaN for a module whose output does not begin with the batch axis.
+    counts with all its outputs together. NaN for a module whose output does not begin with the batch axis, or that not
+    all samples passed.
 
     Args:
         normalize_by_size: Store the mean over samples of the root mean square over elements instead of the norm.
@@ -48,8 +49,10 @@ class OutputNorm(Quantity):
         labels = [label(path) for path in self._layers(model.leaves)]
         return Group({"output_norm": Field(("layer",), f"mean output {what}")}, {"layer": labels})
 
-    def observe(self, output: Tensor) -> Tensor:
+    def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
         """Squared norm and number of elements of each sample, ``[2, B]``."""
+        if not has_batch_axis:
+            return None
         squares = output.flatten(1).double().square().sum(1) if output.dim() > 1 else output.double().square()
         return torch.stack([squares, torch.full_like(squares, math.prod(output.shape[1:]))])
 
@@ -70,5 +73,5 @@ class OutputNorm(Quantity):
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The means."""
-        with np.errstate(all="ignore"):
-            return {"output_norm": totals["norms"] / totals["samples"]}
+        known = totals["samples"] == n if n else np.zeros_like(totals["samples"], dtype=bool)
+        return {"output_norm": np.where(known, totals["norms"] / (n or 1), np.nan)}

@@ -45,11 +45,14 @@ class ParameterCondition(Quantity):
         """Their extreme singular values."""
         ends = np.array([_extreme_singular_values(matrix) for matrix in totals.values()]).reshape(-1, 2)
         with np.errstate(all="ignore"):
-            return {"parameter_condition": ends[:, 0] / ends[:, 1], "spectral_norm": ends[:, 0]}
+            condition = np.where(ends[:, 1] == 0, np.inf, ends[:, 0] / ends[:, 1])
+            return {"parameter_condition": condition, "spectral_norm": ends[:, 0]}
 
 
 def _extreme_singular_values(matrix: np.ndarray) -> tuple[float, float]:
+    """The largest, and the smallest; one within rounding of zero is zero, as for the rank of a matrix."""
     if not matrix.size or not np.isfinite(matrix).all():
         return np.nan, np.nan
     values = np.linalg.svd(matrix, compute_uv=False)
-    return values[0], values[-1]
+    rounding = values[0] * max(matrix.shape) * np.finfo(float).eps
+    return values[0], values[-1] if values[-1] > rounding else 0.0

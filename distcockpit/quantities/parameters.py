@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model
-from distcockpit.schema import Field, Group, Row
+from distcockpit.schema import COORDINATES, Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,8 @@ class Parameters(Quantity):
     """Values of all tracked parameters before the optimizer's step; one array per parameter, in its shape.
 
     As large as the model at every tracked step: for small models and sparse schedules. Types of lower precision than
-    float32 are stored as float32, which holds them exactly.
+    float32 are stored as float32, which holds them exactly. An array is named like its parameter, with a "_" behind
+    names that the store takes for itself ("step", "epoch"); parameters without elements are left out.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
@@ -24,16 +25,24 @@ class Parameters(Quantity):
         """One array per parameter, with dimensions named after it."""
         fields: dict[str, Field] = {}
         sizes: dict[str, int] = {}
-        for name, shape in model.shapes.items():
-            axes = {f"{name}_{axis}": size for axis, size in enumerate(shape)}
-            fields[name] = Field(tuple(axes), f"parameter {name}", "parameter", dtype=model.dtypes[name])
+        for name in _stored(model):
+            axes = {f"{name}[{axis}]": size for axis, size in enumerate(model.shapes[name])}
+            fields[_array(name)] = Field(tuple(axes), f"parameter {name}", "parameter", dtype=model.dtypes[name])
             sizes |= axes
         return Group(fields, sizes)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The values, which all ranks hold."""
-        return {name: batch.once(p) for name, p in batch.parameters.items()}
+        return {_array(name): batch.once(batch.parameters[name]) for name in _stored(batch.model)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""
         return dict(totals)
+
+
+def _stored(model: Model) -> list[str]:
+    return [name for name, shape in model.shapes.items() if 0 not in shape]
+
+
+def _array(name: str) -> str:
+    return f"{name}_" if name in ("step", *COORDINATES) else name

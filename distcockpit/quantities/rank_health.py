@@ -63,7 +63,7 @@ class RankHealth(Quantity):
         }
         return Group(fields, {"rank": model.world_size})
 
-    def observe(self, output: Tensor) -> Tensor:
+    def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor:
         """Whether there is an element that is not finite."""
         return _any_nonfinite(output)
 
