@@ -56,7 +56,7 @@ class Column:
         self._tail = np.full(chunk_shape, fill, dtype=document["data_type"])
         # A chunk is at least 1 long on every axis, an array may be 0.
         self._row_shape = tuple(document["shape"][1:])
-        self._row: tuple[slice, ...] = tuple(slice(size) for size in self._row_shape)
+        self._row: tuple[slice, ...] = (slice(None), *(slice(size) for size in self._row_shape))
         self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
         self._full: dict[str, bytes] = {}
         self._dirty = False
@@ -76,7 +76,8 @@ class Column:
 
     def append(self, value: Any) -> bool:
         """Add a row; says whether that filled a chunk."""
-        self._tail[self.rows % self.chunk_rows][self._row] = value
+        at = self.rows % self.chunk_rows
+        self._tail[at : at + 1][self._row] = value
         self.rows += 1
         self._dirty = True
         if self.rows % self.chunk_rows:
