@@ -34,11 +34,16 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
     """The text, in one line."""
     by_schedule: dict[str, list[str]] = {}
     for quantity in quantities:
-        by_schedule.setdefault(in_words(quantity.schedule), []).append(quantity.name)
+        name = f"{quantity.name} (and the step after)" if quantity.needs.update else quantity.name
+        by_schedule.setdefault(in_words(quantity.schedule), []).append(name)
     what = "; ".join(f"{schedule}: {', '.join(names)}" for schedule, names in by_schedule.items())
-    size = sum(n_bytes(groups[q.name]) * sum(q.starts(step) for step in range(STEPS)) for q in quantities)
+    try:
+        size = sum(n_bytes(groups[q.name]) * sum(q.starts(step) for step in range(STEPS)) for q in quantities)
+        rows = f", up to {_readable(size)} of rows per {STEPS:,} steps"
+    except Exception:  # a schedule that knows fewer steps
+        rows = ""
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    return f"distcockpit: {ranks} -> {store}, up to {_readable(size)} of rows per {STEPS:,} steps. {what}"
+    return f"distcockpit: {ranks} -> {store}{rows}. {what}"
 
 
 def n_bytes(group: Group) -> int:

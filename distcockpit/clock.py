@@ -16,7 +16,7 @@ class Clock:
         self._born = time.perf_counter()
         self._entered = self._began = self._ended = self._left = UNKNOWN
         self._outside = self._step = UNKNOWN
-        self.wait = 0.0  # at the header of this step
+        self.wait = 0.0  # for other ranks, in this step
 
     def enter(self) -> None:
         """`track` is entered."""

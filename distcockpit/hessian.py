@@ -71,6 +71,7 @@ def largest_eigenvalue(
     parameters: Mapping[str, nn.Parameter],
     captured: Sequence[Captured],
     weight: float,
+    confirm: Callable[[], None],
 ) -> Eigenvalue:
     """The eigenvalue, on rank 0; other ranks help, and get what is not one.
 
@@ -82,16 +83,18 @@ def largest_eigenvalue(
         parameters: The Hessian's variables.
         captured: This rank's micro-batches.
         weight: W of all ranks.
+        confirm: Makes sure that all ranks are about to begin; called when nothing is left to allocate.
 
     Raises:
         RuntimeError: On all ranks, if one of them could not differentiate the step twice.
     """
-    if not weight:
-        return Eigenvalue(float("nan"), "no_samples", 0)
     size = sum(p.numel() for p in parameters.values())
     device = next(iter(parameters.values())).device
     with _local_products(model, loss_fn, parameters, captured, weight) as product:
         shared = _SharedProduct(world, product, size, device)
+        confirm()
+        if not weight:
+            return Eigenvalue(float("nan"), "no_samples", 0)
         if world.rank:
             shared.help()
             return Eigenvalue(float("nan"), "not_converged", 0)
@@ -145,6 +148,7 @@ class _SharedProduct:
     def __init__(self, world: World, product: Product, size: int, device: torch.device) -> None:
         self._world, self._product = world, product
         self._message = torch.zeros(size + 1, dtype=torch.float64, device=device)  # the last element: go on
+        self._reply = torch.zeros_like(self._message)  # the last element: failed
         self._over = False
 
     def __call__(self, vector: np.ndarray) -> np.ndarray:
@@ -169,7 +173,7 @@ class _SharedProduct:
         Raises:
             RuntimeError: On all ranks, if this one or another failed.
         """
-        answer, problem = torch.zeros_like(self._message), None
+        answer, problem = self._reply.zero_(), None
         try:
             answer[:-1] = self._product(self._message[:-1])
         except Exception as error:

@@ -8,6 +8,7 @@ comes the iteration for eigenvalues.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,19 +50,21 @@ class Exchanges:
     """The exchanges between header and sums, which other ranks wait for: a rank that fails must still answer.
 
     Args:
-        setup: The set-up.
+        session: This rank's side of the run.
         active: The quantities of this step.
     """
 
-    def __init__(self, setup: Setup, active: Sequence[Quantity]) -> None:
-        self._setup = setup
+    def __init__(self, session: Session, active: Sequence[Quantity]) -> None:
+        self._setup, self._clock = session.setup, session.clock
+        mean_gradient = wanted(active, "mean_gradient") or wanted(active, "projections")
         kinds: dict[object, bool] = {
-            SUMS: wanted(active, "mean_gradient"),
+            SUMS: mean_gradient,
             SQUARES: wanted(active, "squared_gradients"),
         }
         kinds |= {q.needs.curvature: True for q in active if q.needs.pooled_curvature}
         self.kinds = [kind for kind, is_wanted in kinds.items() if is_wanted]  # in the order of the buffer
-        self._to_pool, self._to_confirm = bool(self.kinds), wanted(active, "eigenvalue")
+        self.eigenvalues = [kind for kind in dict.fromkeys(q.needs.eigenvalue for q in active) if kind is not None]
+        self._to_pool, self._to_confirm = bool(self.kinds), len(self.eigenvalues)
 
     def pool(self, vectors: Mapping[object, Mapping[str, Tensor]]) -> dict[object, Tensor]:
         """Add element-wise vectors over ranks; flat, in the order of the tracked parameters."""
@@ -72,22 +75,29 @@ class Exchanges:
 
     def _pool(self, buffer: Tensor) -> dict[object, Tensor]:
         self._to_pool = False
-        total = self._setup.world.pool(buffer)
+        total = self._waited_for(buffer)
         return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
 
     def confirm(self) -> None:
-        """Make sure that all ranks are about to begin the iteration for eigenvalues.
+        """Make sure that all ranks are about to begin an iteration for an eigenvalue; once for each.
 
         Raises:
             RuntimeError: If one failed before.
         """
-        if self._to_confirm and (failed := self._confirm(0.0)):
+        if failed := self._confirm(0.0):
             raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; their own errors say why.")
 
     def _confirm(self, failed: float) -> int:
-        self._to_confirm = False
         flag = torch.full((1,), failed, dtype=torch.float64, device=self._setup.device)
-        return int(self._setup.world.pool(flag).item())
+        total = int(self._waited_for(flag).item())
+        self._to_confirm = 0 if total else self._to_confirm - 1
+        return total
+
+    def _waited_for(self, buffer: Tensor) -> Tensor:
+        before = time.perf_counter()
+        total = self._setup.world.pool(buffer)
+        self._clock.wait += time.perf_counter() - before
+        return total
 
     def give_up(self) -> None:
         """Answer what the other ranks still wait for: with NaN, and with the word that this one failed."""
@@ -123,7 +133,7 @@ def look(
     Raises:
         Exception: What went wrong on this rank; no other rank is left waiting for it.
     """
-    exchanges = Exchanges(session.setup, active)
+    exchanges = Exchanges(session, active)
     try:
         return _look(session, step, pool, captured, active, update, curvatures, forward_seconds, exchanges)
     except Exception:
@@ -168,7 +178,6 @@ def _look(
     onto = Projection(mean_gradient, len(losses)) if wanted(active, "projections") else None
     if onto is not None:
         walk(batches, every_parameter, list(parameters), [onto])
-    exchanges.confirm()
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
     if update is not None and slopes is not None:
@@ -200,7 +209,7 @@ def _look(
         output_gradients=_output_gradients(batches, setup.facts.leaves),
         backward=_backward(batches, setup.facts.layers),
         curvature=curvature,
-        eigenvalues=_eigenvalues(setup, pool, captured, active),
+        eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
         update=None,
         learning_rates=setup.learning_rates(),
         times=session.clock.times(forward_seconds),
@@ -211,6 +220,7 @@ def _look(
             statistics=own[q.name],
             observed=observed(captured, q.name),
             sizes=session.sizes.get(q.name, {}),
+            needs=q.needs,
             update=update if q.starts(step - 1) else None,
         )
         for q in active
@@ -218,15 +228,14 @@ def _look(
 
 
 def _eigenvalues(
-    setup: Setup, pool: Pool, captured: Sequence[Captured], active: Sequence[Quantity]
+    setup: Setup, pool: Pool, captured: Sequence[Captured], exchanges: Exchanges
 ) -> dict[LargestEigenvalue, Eigenvalue]:
     result = {}
-    for kind in dict.fromkeys(q.needs.eigenvalue for q in active):
-        if kind is not None:
-            assert setup.loss_fn is not None  # checked at construction
-            result[kind] = largest_eigenvalue(
-                kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight
-            )
+    for kind in exchanges.eigenvalues:
+        assert setup.loss_fn is not None  # checked at construction
+        result[kind] = largest_eigenvalue(
+            kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight, exchanges.confirm
+        )
     return result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from distcockpit import curvature
@@ -127,7 +128,7 @@ class TrackedStep:
         record["layout"] = digest([q.name for q in self._active], self._update is not None, list(riding))
         before = time.perf_counter()
         records = setup.world.header(record)
-        session.clock.wait = time.perf_counter() - before
+        session.clock.wait += time.perf_counter() - before
         pool = Pool(
             n=int(sum(r["batch_size"] for r in records)),
             weight=sum(r["weight"] for r in records),
@@ -206,7 +207,11 @@ class TrackedStep:
         parts = {
             f"{q.name}/{key}": value for q in rows for key, value in q.local(seen[q.name], session.memory_of(q)).items()
         }
-        sums = {key: value for key, value in parts.items() if isinstance(value, Tensor)}
+        sums = {
+            key: torch.as_tensor(value, dtype=torch.float64, device=setup.device)
+            for key, value in parts.items()
+            if not isinstance(value, Fact)
+        }
         sums |= {f"log/{name}": value for name, value in riding.items()}
         facts = {key: v.value for key, v in parts.items() if isinstance(v, Fact) and v.value is not None}
         stamps = {q.name: self._start_stamp if q.needs.update and self._start_stamp else stamp for q in rows}

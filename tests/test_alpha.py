@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import cases
 import numpy as np
 import oracle
 import pytest
+import torch
+from test_capture import mean_terms
 
-from distcockpit.quantities.alpha import fit_alpha
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.quantities.alpha import Alpha, fit_alpha
 
 
 def test_fit_equals_least_squares_on_the_whitened_system() -> None:
@@ -45,3 +51,25 @@ def test_conventions() -> None:
     # A zero variance counts as 1e-10.
     zero = fit_alpha(np.array([1.0, 1.2, -1, 2]), np.array([0.0, 1, 0, 1]), 1.0)
     assert zero == fit_alpha(np.array([1.0, 1.2, -1, 2]), np.array([1e-10, 1, 1e-10, 1]), 1.0)
+
+
+def test_batches_of_different_sizes_at_the_two_ends(tmp_path: Path) -> None:
+    """As at the last batch of an epoch."""
+    net, loss_fn = cases.initialised("sigmoid"), torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    pooled = []
+    with DistCockpit(
+        net, loss_fn, optimizer, store=tmp_path / "run", quantities=[Alpha()], schedule=every(1)
+    ) as cockpit:
+        for step, n in enumerate((24, 7, 15)):
+            x, y = cases.data("sigmoid", "mean", step)
+            pooled.append(oracle.batch(net, net.state_dict(), mean_terms, x[:n], y[:n]))
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(x[:n]), y[:n]).backward()
+            optimizer.step()
+    run = open_run(tmp_path / "run")["alpha"].to_dataset()
+    for step in range(2):
+        expected = oracle.alpha(pooled[step], pooled[step + 1])
+        for name in ("alpha", "f_start", "f_end", "slope_start", "slope_end", "f_start_variance", "slope_end_variance"):
+            np.testing.assert_allclose(run[name].sel(step=step), expected[name], rtol=1e-4, err_msg=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -588,6 +589,97 @@ def test_a_rank_that_fails_half_way_leaves_nobody_waiting(
         else:
             assert said[rank][0] == "went on" and "Rank 1 could not finish" in said[rank][1]
     ranks.stop(kill=True)  # a group with an unanswered sum is of no use to the tests that follow
+
+
+# -- quantities of one's own -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads(q.Quantity):
+    """It reads an attribute of the batch, with or without asking, and returns a plain number."""
+
+    attribute: str = "projections"
+    asked: Any = ()
+
+    @property
+    def needs(self) -> q.Needs:
+        return q.Needs(**dict.fromkeys(self.asked, True))
+
+    def group(self, model: q.Model) -> q.Group:
+        return q.Group({"value": q.Field()})
+
+    def local(self, batch: q.LocalBatch, memory: dict) -> dict:
+        return {"value": float(getattr(batch, self.attribute).sum())}
+
+    def finalize(self, totals: Any, n: int) -> dict:
+        return {"value": totals["value"] / n}
+
+
+def test_a_need_that_was_forgotten_is_an_error(tmp_path: Path) -> None:
+    batch = cases.data("mlp", "mean", 0)
+    for attribute in ("projections", "squared_norms"):
+        with pytest.raises(AttributeError, match=rf"Needs\({attribute}="):  # also where another quantity asked for it
+            track(tmp_path / attribute, nn.Linear(12, 5), [batch], [Reads(attribute=attribute), q.OrthoTest()])
+    run = track(tmp_path / "run", nn.Linear(12, 5), [batch], [Reads(asked=("projections",)), q.GradNorm()])
+    np.testing.assert_allclose(run["reads"]["value"], run["grad_norm"]["total"] ** 2, rtol=1e-5)  # <g_i, G> on average
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnUpdate(q.Quantity):
+    """It needs the update, and does not know that this takes two steps."""
+
+    @property
+    def needs(self) -> q.Needs:
+        return q.Needs(update=True)
+
+    def group(self, model: q.Model) -> q.Group:
+        return q.Group({"value": q.Field()})
+
+    def local(self, batch: q.LocalBatch, memory: dict) -> dict:
+        return {} if batch.update is None else {"value": batch.once(batch.update.norm)}
+
+    def finalize(self, totals: Any, n: int) -> dict | None:
+        return {"value": totals["value"]} if "value" in totals else None
+
+
+def test_an_own_quantity_of_updates_is_given_both_ends(tmp_path: Path) -> None:
+    batches = [cases.data("mlp", "mean", step) for step in range(6)]
+    run = track(tmp_path / "run", nn.Linear(12, 5), batches, [OwnUpdate(), q.UpdateSize()], schedule=every(3))
+    assert list(run["own_update"]["step"].values) == [0, 3]
+    np.testing.assert_allclose(run["own_update"]["value"], run["update_size"]["total"], rtol=1e-5)
+
+
+def only_early(step: int) -> bool:
+    return step < 2
+
+
+def own_schedules(rank: int, size: int, group: Any, store: str) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model, optimizer = DistributedDataParallel(net, process_group=group), torch.optim.SGD(net.parameters(), lr=0.1)
+    chosen = [
+        q.Loss(schedule=only_early),
+        q.GradHist1d(adapt=q.GradAbsMax(schedule=only_early)),
+        # A set, whose order differs between processes.
+        Reads(asked=frozenset({"losses", "projections", "squared_norms", "loss", "mean_gradient"})),
+    ]
+    with DistCockpit(model, loss_fn, optimizer, store=store, quantities=chosen, schedule=every(2)) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss_fn(cockpit(torch.ones(2, 12)), torch.arange(2)).backward()
+
+
+def test_schedules_of_ones_own_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """They are compared by name, not by address."""
+    ranks.run(2, own_schedules, str(tmp_path / "run"))
+    run = open_run(tmp_path / "run")
+    assert list(run["loss"]["step"].values) == [0, 1] and list(run["learning_rate"]["step"].values) == [0, 1, 2]
+
+
+def test_a_schedule_that_knows_few_steps(tmp_path: Path) -> None:
+    planned = [True, False]
+    batches = [cases.data("mlp", "mean", step) for step in range(2)]
+    run = track(tmp_path / "run", nn.Linear(12, 5), batches, [q.Loss()], schedule=lambda step: planned[step])
+    assert list(run["loss"]["step"].values) == [0]
 
 
 # -- the line at the start ---------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ class Alpha(Quantity):
     $$\alpha = \frac{2\|d\|}{\bar\alpha} - 1, \qquad \bar\alpha = -\mu_1/\mu_2.$$
 
     Mutschler and Zell 2020 and Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep
-    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, negative one that falls
-    short, positive one that overshoots. -1 for a concave fit or no step, NaN where the fit is not defined;
-    ``status`` says which. Stored under the step t at which the update began. Any optimizer.
+    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, positive one that
+    overshoots, between -1 and 0 one that falls short, below -1 one uphill, away from a minimum behind it. -1 for a
+    concave fit or no step, NaN where the fit is not defined; ``status`` says which. Stored under the step t at which
+    the update began. Any optimizer.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604, section 3.1"
@@ -49,10 +50,6 @@ class Alpha(Quantity):
     def needs(self) -> Needs:
         """Individual losses and projections at both ends of an update."""
         return Needs(losses=True, update=True)
-
-    def touches(self, step: int) -> bool:
-        """Both ends of the update."""
-        return self.starts(step) or self.starts(step - 1)
 
     def group(self, model: Model) -> Group:
         """Alpha, its status, and the observations behind it."""
@@ -63,7 +60,11 @@ class Alpha(Quantity):
             "slope_end": "mean projected gradient at the end, on the next batch",
         }
         fields = {
-            "alpha": Field((), "effective step size alpha", description="0: minimum, < 0: short of it, > 0: beyond"),
+            "alpha": Field(
+                (),
+                "effective step size alpha",
+                description="0: minimum, > 0: beyond, -1 to 0: short of it, < -1: uphill",
+            ),
             "status": Field((), "status of alpha", dtype="int8", codes=STATUS),
             "update_norm": Field((), "Euclidean norm of the update"),
             **{name: Field((), long_name) for name, long_name in names.items()},

@@ -77,8 +77,8 @@ class Quantity(ABC):
         return self.schedule is not None and bool(self.schedule(step))
 
     def touches(self, step: int) -> bool:
-        """Whether ``step`` must be tracked for this quantity."""
-        return self.starts(step)
+        """Whether ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
+        return self.starts(step) or (self.needs.update and step > 0 and self.starts(step - 1))
 
     @abstractmethod
     def group(self, model: Model) -> Group:
@@ -164,7 +164,16 @@ def snake_case(name: str) -> str:
 
 
 def _text(value: object) -> str:
-    """A text that is the same on all ranks: functions by name, not by address."""
-    if dataclasses.is_dataclass(value) or not callable(value):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    """A text that is the same on all ranks: functions by name, not by address, sets in order; also inside others."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f"{f.name}={_text(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        return f"{type(value).__name__}({', '.join(fields)})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Needs:
         losses: Individual losses.
         mean_gradient: The pooled mean gradient G, and this rank's part of it.
         squared_norms: The sums of ``|g_i|^2``, by parameter.
-        projections: ``<g_i, G>`` of every sample.
+        projections: ``<g_i, G>`` of every sample; brings G as well.
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
         curvature: A diagonal of the curvature.
         pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
@@ -132,8 +133,8 @@ class Times:
     outside: float  # of it, between the `track` of the previous step and that of this one: data, optimizer
     track: float  # of it, inside `track`: forward and backward
     forward: float  # of it, in the forward of the model
-    wait: float  # at the header, for the other ranks
-    cockpit: float  # in the cockpit's own work for this step, the wait left out
+    wait: float  # in the exchanges before the sums, for the other ranks
+    cockpit: float  # in the cockpit's own work for this step up to the sums, the wait left out
 
 
 Observed = Sequence[Sequence[tuple[str, Tensor]]]
@@ -147,11 +148,28 @@ class Fact:
     value: Tensor | None
 
 
+ASKED_FOR = {
+    "update": ("update",),
+    "gradient_sums": ("mean_gradient", "projections"),
+    "mean_gradient": ("mean_gradient", "projections"),
+    "squared_norms": ("squared_norms",),
+    "projections": ("projections",),
+    "shard": ("squared_gradients", "mean_gradient", "pooled_curvature"),
+    "observed": ("outputs",),
+    "output_gradients": ("output_gradients",),
+    "curvature": ("curvature",),
+    "eigenvalues": ("eigenvalue",),
+    "initial": ("initial",),
+    "learning_rates": ("optimizer",),
+}
+"""Which needs (any of them) bring which attribute of a `LocalBatch`."""
+
+
 @dataclass(frozen=True)
 class LocalBatch:
     """This rank's part of the pooled batch of a tracked step. Everything is scaled to the pooled meaning.
 
-    What no quantity of the step asked for is empty.
+    To read what was not asked for (``Quantity.needs``) is an error that names the need.
     """
 
     model: Model
@@ -180,6 +198,15 @@ class LocalBatch:
     update: Update | None
     learning_rates: Sequence[float | Tensor]
     times: Times
+    needs: Needs | None = None  # of the quantity that looks; what it did not ask for is an error to read
+
+    def __getattribute__(self, name: str) -> Any:
+        need = ASKED_FOR.get(name)
+        if need is not None:
+            needs = object.__getattribute__(self, "needs")
+            if needs is not None and not any(getattr(needs, each) for each in need):
+                raise AttributeError(f"batch.{name} is there only for quantities with Needs({need[0]}=...).")
+        return object.__getattribute__(self, name)
 
     def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> Fact:
         """A fact that all ranks hold alike. A callable is called on rank 0 only."""

@@ -19,8 +19,8 @@ SECONDS = {
     "outside": "between the `track` of the previous step and this one's: loading of data, the optimizer's step",
     "track": "inside `track`: forward and backward pass",
     "forward": "in the forward pass of the model",
-    "wait": "waiting for other ranks at the header",
-    "cockpit": "in the cockpit's own work of this step, without the wait",
+    "wait": "waiting for other ranks in the exchanges before the sums",
+    "cockpit": "in the cockpit's own work of this step up to the sums, without the wait",
 }
 
 SHOWN = 3  # ranks that a notice names
