@@ -143,17 +143,23 @@ def model_facts(
     )
 
 
-def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: object) -> None:
+def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: object, batch_dim: object) -> None:
     """Whether the remaining options are of the right kind.
 
     Raises:
         TypeError: If one is not.
-        ValueError: If ``flush_seconds`` is not positive.
+        ValueError: If ``flush_seconds`` is not positive, or ``batch_dim`` negative.
     """
     if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
         raise TypeError(f"grad_scaler={grad_scaler!r}: must be a torch.amp.GradScaler or None.")
     if not isinstance(track_batchnorm, bool):
         raise TypeError(f"track_batchnorm={track_batchnorm!r}: must be True or False.")
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(
+            f"batch_dim={batch_dim!r}: must be an integer, the axis of the model's inputs that is the batch."
+        )
+    if batch_dim < 0:
+        raise ValueError(f"batch_dim={batch_dim!r}: must be at least 0; count axes from the front.")
     if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, Real):
         raise TypeError(f"flush_seconds={flush_seconds!r}: must be a number of seconds.")
     if not float(flush_seconds) > 0:
@@ -211,7 +217,7 @@ def check_batch(weight: object, batch_size: object) -> None:
 
 
 def description(
-    facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None, track_batchnorm: bool
+    facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None, track_batchnorm: bool, batch_dim: int
 ) -> dict[str, str]:
     """What all ranks must agree on, by name."""
     agreed = {"distcockpit version": __version__, "torch version": torch.__version__}
@@ -220,6 +226,7 @@ def description(
     options = {} if loss_fn is None else {k: v for k, v in vars(loss_fn).items() if isinstance(v, int | float | str)}
     agreed["loss_fn"] = f"{type(loss_fn).__name__} {options}"
     agreed["track_batchnorm"] = str(track_batchnorm)
+    agreed["batch_dim"] = str(batch_dim)
     agreed["tracked modules"] = str(list(facts.leaves))
     agreed["the optimizer's parameter groups"] = str((facts.n_parameter_groups, dict(facts.parameter_groups)))
     agreed["the order of quantities"] = str([q.name for q in quantities])

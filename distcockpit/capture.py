@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
-from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret
-from distcockpit.gradients.rules import GENERIC
+from distcockpit.batch_axes import BatchAxes
+from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret, received, scalar_output
+from distcockpit.gradients.rules import BACKPACK, GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.rng import RandomState
+from distcockpit.trees import map_tensors, tensors
 
 Observer = Callable[[Tensor, bool], Tensor | None]
 
@@ -34,6 +35,7 @@ class Capture:
         model: The bare module.
         layers: Layers whose calls are kept.
         loss: What is known of the loss from outside.
+        axes: Where the batch is.
         replay: Whether passes will be run again, so that inputs and random state are kept.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
@@ -46,6 +48,7 @@ class Capture:
         model: nn.Module,
         layers: Sequence[Layer],
         loss: Loss,
+        axes: BatchAxes,
         *,
         replay: bool = False,
         output_gradients: bool = True,
@@ -53,7 +56,7 @@ class Capture:
         batch_size: int | None = None,
         watch: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._model, self._layers, self._loss = model, layers, loss
+        self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._replay, self._batch_size, self._watch = replay, batch_size, watch or {}
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
@@ -103,31 +106,49 @@ class Capture:
             micro = Micro()
             self._micros.append(micro)
         batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
-        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions)
-        micro.passes.append(self._pass)
+        forward = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions, self._autocast())
+        micro.passes.append(forward)
+        self._axes.begin(module, forward, batch_size)  # may call the model, without gradients
+        self._pass = forward
         self._entered = time.perf_counter()
+
+    def _autocast(self) -> torch.dtype | None:
+        device = self._device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._batch_size is not None:
             return self._batch_size
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.dim():
-                return leaf.shape[0]
+        batch_size = self._axes.batch_size((args, kwargs))
+        if batch_size is not None:
+            return batch_size
         raise ValueError(
             "The model was called without a tensor argument that has a batch axis, so the batch size is unknown. "
             "Pass it: track(step, batch_size=...)."
         )
 
-    def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not torch.is_grad_enabled() or self._pass is None:
-            return
+            return output
         self.forward_seconds += time.perf_counter() - self._entered
         forward = self._pass
+        aliased = self._replay and sum(t.requires_grad for t in tensors(output)) > 1
+        if aliased:
+            # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
+            # arrive from outside.
+            output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
         forward.output = output
-        scalars = [t for t in _tensors(output) if t.dim() == 0 and t.requires_grad]
-        if self._loss.module is None and len(scalars) == 1:
-            forward.loss = scalars[0].detach().double()
-            self._on_gradient(scalars[0], lambda g: _accumulate(forward, g))
+        loss = scalar_output(output)
+        if self._loss.module is None and loss is not None:
+            forward.loss = loss.detach().double()
+            self._on_gradient(loss, lambda g: _accumulate(forward, g))
+        if self._replay:
+            for position, tensor in enumerate(tensors(output)):
+                if tensor.requires_grad:
+                    inputs = tensors((args, forward.kwargs))
+                    source, view = (tensor, None) if aliased else _owned_memory(tensor, inputs)
+                    self._on_gradient(source, _collector(_adder(forward.output_gradients, position), view))
+        return output
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
@@ -143,36 +164,43 @@ class Capture:
             before = self._before.pop(id(module), None)
             if before is None:
                 before = _Before(None, dict(module.named_buffers()) if layer.parameters else {}, _versions(kept))
-            device = self._device.type
+            axes = self._axes.of(layer.path, self._pass.calls[layer.path], output, self._pass.batch_size)
+            self._pass.calls[layer.path] += 1
+            is_plain = len(args) + len(kwargs) == 1 and (layer.rule is not BACKPACK or axes == (0,))
             use = Use(
                 layer,
-                layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
+                layer.rule if is_plain else GENERIC,
                 *kept,
                 versions=before.versions,
                 training={m: m.training for m in module.modules()},
                 buffers=before.buffers,
                 random_state=before.random_state,
-                autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+                autocast=self._autocast(),
+                axes=axes,
             )
             self._pass.uses.append(use)
             self._observe(use, output)
             if not (layer.parameters or self._output_gradients):
                 return
-            for position, leaf in enumerate(tree_leaves(output)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    source, view = _owned_memory(leaf, _tensors((args, kwargs)))
-                    self._on_gradient(source, _collector(use, position, view))
+            for position, leaf in enumerate(tensors(output)):
+                if leaf.requires_grad:
+                    source, view = _owned_memory(leaf, tensors((args, kwargs)))
+                    add = _adder(use.output_gradients, position, axes[position] or 0)
+                    self._on_gradient(source, _collector(add, view))
 
         return hook
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
         """Hand the first floating-point tensor among the outputs to the observers."""
-        first = next((t.detach() for t in _tensors(output) if t.is_floating_point()), None)
-        if not self._observers or not use.layer.is_leaf or first is None or self._pass is None:
+        if not self._observers or not use.layer.is_leaf:
             return
-        has_batch_axis = first.dim() > 0 and first.shape[0] == self._pass.batch_size
-        kept = {name: observe(first, has_batch_axis) for name, observe in self._observers.items()}
+        first = next((k for k, t in enumerate(tensors(output)) if t.is_floating_point()), None)
+        if first is None:
+            return
+        axis, values = use.axes[first], tensors(output)[first].detach()
+        values = values if axis is None else values.movedim(axis, 0)
+        kept = {name: observe(values, axis is not None) for name, observe in self._observers.items()}
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -187,7 +215,7 @@ class Capture:
             return
         micro = self._current_micro(f"{type(module).__name__} was called")
         forward = micro.passes[-1]
-        parts = decompose(module, args, kwargs, forward.batch_size, forward.output)
+        parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
         call = LossCall(args, kwargs, parts, output.detach())
         micro.losses.append(call)
         self._on_gradient(output, lambda g: _accumulate(call, g))
@@ -234,6 +262,10 @@ class Capture:
             self.parameter_gradients[name] = dense if before is None else before + dense
 
         return hook
+
+    def uses(self) -> list[Use]:
+        """The calls of layers that gradients reached, in the order of the forward passes."""
+        return [use for micro in self._micros for forward in micro.passes for use in received(forward)]
 
     def finish(self) -> list[Captured]:
         """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does."""
@@ -283,23 +315,28 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in _tensors(tree)]
+    return [(tensor, tensor._version) for tensor in tensors(tree)]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _collector(use: Use, position: int, view: View | None) -> Callable[[Tensor], None]:
+def _collector(add: Callable[[Tensor], None], view: View | None) -> Callable[[Tensor], None]:
     def receive(gradient: Tensor) -> None:
         if gradient.dtype in (torch.float16, torch.bfloat16):
             gradient = gradient.float()
         if view is not None:
             gradient = gradient.contiguous().as_strided(*view)
-        before = use.output_gradients.get(position)
-        use.output_gradients[position] = gradient if before is None else before + gradient
+        add(gradient)
 
     return receive
+
+
+def _adder(gradients: dict[int, Tensor], position: int, axis: int = 0) -> Callable[[Tensor], None]:
+    """Adds up gradients of one output, with the batch axis brought to the front."""
+
+    def add(gradient: Tensor) -> None:
+        gradient = gradient.movedim(axis, 0) if gradient.dim() else gradient
+        gradients[position] = gradients[position] + gradient if position in gradients else gradient
+
+    return add
 
 
 def _accumulate(target: ForwardPass | LossCall, gradient: Tensor) -> None:

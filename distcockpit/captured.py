@@ -7,6 +7,7 @@ gradients of a micro-batch are multiplied by ``(N / W) w / c``, and from then on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from distcockpit.gradients.uses import MicroBatch, Use
 from distcockpit.losses import Decomposition, is_decomposable
 from distcockpit.rng import RandomState
+from distcockpit.trees import tensors
 
 
 @dataclass
@@ -29,8 +31,11 @@ class ForwardPass:
     random_state: RandomState | None
     buffers: dict[str, Tensor] | None  # of the model before the pass, for a replay
     versions: list[tuple[Tensor, int]]  # of the arguments before the pass
+    autocast: torch.dtype | None = None  # the type of mixed precision, if any
     uses: list[Use] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)  # of each module
     output: Any = None
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     loss: Tensor | None = None  # the scalar output, if there is one
     factor: Tensor | None = None  # gradient that reached it
 
@@ -38,6 +43,12 @@ class ForwardPass:
     def went_backward(self) -> bool:
         """Whether any output gradient arrived."""
         return any(use.output_gradients for use in self.uses)
+
+
+def scalar_output(output: Any) -> Tensor | None:
+    """The loss that a model returns: its one output without axes, if there is one."""
+    scalars = [t for t in tensors(output) if t.dim() == 0 and t.requires_grad]
+    return scalars[0] if len(scalars) == 1 else None
 
 
 @dataclass
@@ -177,11 +188,13 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
     else:
         micro.losses = [call for call in micro.losses if call.factor is not None]
         scale = _scale_from_module(micro.losses, loss, batch_size)
-    uses = [use for forward in micro.passes for use in forward.uses if use.output_gradients]
-    for use in uses:
-        _check(use, batch_size)
-    uses = [use for use in uses if use.layer.parameters or _batch_comes_first(use, batch_size)]
+    uses = [use for forward in micro.passes for use in received(forward)]
     return Captured(batch_size, scale, uses, micro.passes, micro.losses, observed)
+
+
+def received(forward: ForwardPass) -> list[Use]:
+    """The uses of a pass that gradients reached; of modules without parameters those that tell samples apart."""
+    return [use for use in forward.uses if use.output_gradients and (use.layer.parameters or use.is_separable)]
 
 
 def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -> Scale:
@@ -257,29 +270,26 @@ def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scal
     return Scale(weight, weight, weight / loss.factor, None, None)
 
 
-def _batch_comes_first(use: Use, batch_size: int) -> bool:
-    return all(g.dim() > 0 and g.shape[0] == batch_size for g in use.output_gradients.values())
-
-
-def _check(use: Use, batch_size: int) -> None:
-    """Whether a layer with parameters left what its individual gradients follow from.
+def check_uses(captured: Sequence[Captured]) -> None:
+    """Whether the layers left what their individual gradients follow from.
 
     Raises:
-        ValueError: If the first axis of its output is not the batch.
-        RuntimeError: If its input was overwritten.
+        ValueError: If the output of one has no batch axis.
+        RuntimeError: If the input of one was overwritten.
     """
-    if not use.layer.parameters:
-        return
-    what, way_out = f"Layer '{use.layer.path}' ({type(use.layer.module).__name__})", f"exclude=['{use.layer.path}']"
-    if not _batch_comes_first(use, batch_size):
-        shapes = [tuple(gradient.shape) for gradient in use.output_gradients.values()]
-        raise ValueError(
-            f"{what} has an output of shape {', '.join(map(str, shapes))} in a batch of {batch_size}: its first axis "
-            "is not the batch, so the gradients of its samples cannot be told apart. Put the batch first "
-            f"(batch_first=True), or leave the layer out: {way_out}."
-        )
-    if use.inputs_changed:
-        raise RuntimeError(
-            f"{what}: its input was overwritten before `track` ended, but its individual gradients need it. Give each "
-            f"micro-batch a tensor of its own (x.clone()), or leave the layer out: {way_out}."
-        )
+    for micro in captured:
+        for use in micro.uses:
+            what = f"Layer '{use.layer.path}' ({type(use.layer.module).__name__})"
+            way_out = f"exclude=['{use.layer.path}']"
+            if use.layer.parameters and not use.is_separable:
+                shapes = [tuple(gradient.shape) for gradient in use.output_gradients.values()]
+                raise ValueError(
+                    f"{what} has an output of shape {', '.join(map(str, shapes))} in a batch of {micro.batch_size}: "
+                    "none of its axes is the batch, as it was before, so the gradients of its samples cannot be told "
+                    f"apart. Construct DistCockpit anew for a model that changes, or leave the layer out: {way_out}."
+                )
+            if use.layer.parameters and use.inputs_changed:
+                raise RuntimeError(
+                    f"{what}: its input was overwritten before `track` ended, but its individual gradients need it. "
+                    f"Give each micro-batch a tensor of its own (x.clone()), or leave the layer out: {way_out}."
+                )

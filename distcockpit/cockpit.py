@@ -27,6 +27,9 @@ from distcockpit.arguments import (
     description,
     model_facts,
 )
+from distcockpit.batch_axes import BatchAxes
+from distcockpit.cover import Cover
+from distcockpit.coverage import Coverage, coverage
 from distcockpit.layers import check_batchnorm, find_layers
 from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
@@ -37,6 +40,7 @@ from distcockpit.step import TrackedStep
 from distcockpit.store import MODES, local_path
 
 ON_ERROR = ("warn", "raise")
+FALLBACK = ("warn", "error")
 
 
 class DistCockpit:
@@ -58,6 +62,10 @@ class DistCockpit:
         enabled: ``False``, or ``DISTCOCKPIT=off`` in the environment, makes every call do nothing.
         include: Patterns (``fnmatch``) of the names of layers to track; all by default.
         exclude: Patterns of the names of layers to leave out.
+        batch_dim: The batch axis of the model's inputs. Those of the layers inside are found by calling the model once
+            with one sample more.
+        fallback: What to do where only a slow route is exact (running a part of the model again, one backward pass per
+            sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses.
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
@@ -85,6 +93,8 @@ class DistCockpit:
         enabled: bool = True,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        batch_dim: int = 0,
+        fallback: str = "warn",
         track_batchnorm: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_error: str = "warn",
@@ -100,7 +110,8 @@ class DistCockpit:
         with _together(world):
             check_choice("mode", mode, MODES)
             check_choice("on_error", on_error, ON_ERROR)
-            check_options(grad_scaler, flush_seconds, track_batchnorm)
+            check_choice("fallback", fallback, FALLBACK)
+            check_options(grad_scaler, flush_seconds, track_batchnorm, batch_dim)
             path = local_path(store)
             bare = bare_module(model)
             chosen = chosen_quantities(quantities, schedule, optimizer)
@@ -109,7 +120,9 @@ class DistCockpit:
             check_batchnorm(bare, track_batchnorm)
             check_needs(chosen, bare, loss_fn, optimizer)
             facts = model_facts(bare, layers, optimizer, world.size)
-        difference = first_difference(world.share(description(facts, chosen, loss_fn, track_batchnorm)))
+            cover = Cover(bare, layers)
+            cover.check(fallback == "warn")
+        difference = first_difference(world.share(description(facts, chosen, loss_fn, track_batchnorm, batch_dim)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
         setup = Setup(
@@ -120,6 +133,8 @@ class DistCockpit:
             chosen,
             loss_fn,
             track_batchnorm,
+            batch_dim,
+            fallback == "warn",
             grad_scaler,
             optimizer,
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
@@ -131,7 +146,7 @@ class DistCockpit:
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 recorder = Recorder(path, mode, groups, facts, attributes(setup), flush_seconds)
                 announce(chosen, groups, str(store), world.size)
-        self._session = Session(setup, recorder)
+        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -219,6 +234,17 @@ class DistCockpit:
         """
         recorder = None if self._session is None else self._session.recorder
         return {} if recorder is None else recorder.latest()
+
+    def coverage(self) -> Coverage:
+        """How each parameter is tracked, as a table: ``print(cockpit.coverage())``.
+
+        Before the first tracked step it says what the kinds of the layers promise; from then on, what was found. Each
+        rank may ask; the store holds rank 0's table in the attribute ``coverage``.
+        """
+        session = self._session
+        if session is None:
+            return Coverage()
+        return coverage(session.setup.bare, session.cover, session.unchecked)
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""

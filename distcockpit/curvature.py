@@ -18,7 +18,7 @@ from backpack.context import CTX
 from torch import Tensor, nn
 
 from distcockpit.captured import Captured
-from distcockpit.replay import replayed
+from distcockpit.replay import replayed_loss
 from distcockpit.rng import set_seed
 
 KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")
@@ -154,7 +154,7 @@ def _differentiate(
 ) -> None:
     """Replay a micro-batch under an extension, which leaves its result on the parameters."""
     _check_targets(loss_fn, micro)
-    with _extended(model, loss_fn) as chain, replayed(model, loss_fn, micro) as loss:
+    with _extended(model, loss_fn) as chain, replayed_loss(model, loss_fn, micro) as (loss, _):
         chain.check()
         set_seed(parameters[0].device, seed)
         with backpack(extension), warnings.catch_warnings():

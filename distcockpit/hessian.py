@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distcockpit.batchnorm import batch_statistics
 from distcockpit.captured import Captured
 from distcockpit.reduce import World
-from distcockpit.replay import replayed
+from distcockpit.replay import replayed_loss
 
 WHICH = ("LM", "LA")
 STATUS = ("converged", "not_converged", "not_finite", "no_samples")
@@ -231,11 +231,11 @@ def _gradient(
 
     Attention takes the kernel that has a second derivative, and so do recurrent layers.
     """
-    statistics = batch_statistics(micro, model)
+    statistics = batch_statistics(micro.passes[0], model)
     with (
         sdpa_kernel(SDPBackend.MATH),
         _without_cudnn(),
-        replayed(model, loss_fn, micro, statistics) as loss,
+        replayed_loss(model, loss_fn, micro, statistics) as (loss, _),
     ):
         gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
         _check_twice_differentiable(gradient)

@@ -72,18 +72,17 @@ def find_layers(
                     "is not supported. Hold its parts in one real parameter and use torch.view_as_complex, or "
                     f"leave the layer out: exclude=['{layer.path}']."
                 )
-        recurrent = isinstance(layer.module, nn.RNNBase | nn.MultiheadAttention)
-        if recurrent and layer.parameters and not layer.module.batch_first:
-            raise ValueError(
-                f"Layer '{layer.path}' ({type(layer.module).__name__}) has batch_first=False, so its first axis is "
-                "time and the gradients of its samples cannot be told apart. Construct it with batch_first=True, or "
-                f"leave the layer out: exclude=['{layer.path}']."
-            )
-        if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag) and layer.module.sparse and layer.parameters:
-            raise ValueError(
-                f"Layer '{layer.path}' ({type(layer.module).__name__}) has sparse=True, which individual gradients "
-                f"do not support. Use sparse=False, or leave the layer out: exclude=['{layer.path}']."
-            )
+        if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag) and layer.parameters:
+            for option, why in (
+                ("max_norm", "writes to its weight in the forward pass"),
+                ("scale_grad_by_freq", "divides by counts over the whole batch, which mixes its samples"),
+            ):
+                if getattr(layer.module, option):
+                    raise ValueError(
+                        f"Layer '{layer.path}' ({type(layer.module).__name__}) has {option}="
+                        f"{getattr(layer.module, option)!r}, which {why}. Leave the option out, or the layer: "
+                        f"exclude=['{layer.path}']."
+                    )
     return layers
 
 

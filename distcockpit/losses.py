@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from distcockpit.rng import unchanged
+from distcockpit.trees import tensors
 
 REDUCTIONS = ("mean", "sum", "batchmean")
 
@@ -32,12 +33,17 @@ def is_decomposable(loss_fn: nn.Module | None) -> bool:
 
 @torch.no_grad()
 def decompose(
-    loss_fn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, output: object
+    loss_fn: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_size: int,
+    output: object,
+    batch_dim: int = 0,
 ) -> Decomposition:
     """Individual losses and divisor of one call of a loss module.
 
-    The terms of a sample are summed. Which they are is known if the first axis of the terms is the batch, or if the
-    loss was given the model's own output with its leading axes flattened.
+    The terms of a sample are summed. Which they are is known if the batch is an axis of the terms, or if the loss was
+    given an output of the model with its leading axes flattened.
 
     Args:
         loss_fn: A loss module with ``reduction`` "mean", "sum" or "batchmean".
@@ -45,33 +51,40 @@ def decompose(
         kwargs: Keyword arguments of the call.
         batch_size: Number of samples B.
         output: What the model returned.
+        batch_dim: The batch axis of the model's inputs, preferred to the first.
     """
     unreduced: Any = copy.copy(loss_fn)
     unreduced.reduction = "none"
     unreduced._buffers = {name: None if b is None else b.clone() for name, b in loss_fn._buffers.items()}
-    given = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    given = tensors((args, kwargs))[0]
     with unchanged(given.device):
         terms = unreduced.forward(*args, **kwargs)
     total = terms.sum(dtype=torch.float64)
-    individual = None
-    if (terms.dim() and terms.shape[0] == batch_size) or _is_flattened(given, output, batch_size):
-        individual = terms.reshape(batch_size, -1).sum(1, dtype=torch.float64) if batch_size else terms.double()[:0]
+    individual = _by_sample(terms, given, batch_size, output, batch_dim)
     if loss_fn.reduction == "sum":
         return Decomposition(total, individual, 1.0, is_sum=True)
     return Decomposition(total, individual, _mean_divisor(loss_fn, terms, args, kwargs), is_sum=False)
 
 
-def _is_flattened(given: Tensor, output: object, batch_size: int) -> bool:
-    """Whether the loss got the very memory of the model's output, whose first axis is the batch."""
-    return (
-        isinstance(output, Tensor)
-        and output.dim() > 0
-        and output.shape[0] == batch_size
-        and given.data_ptr() == output.data_ptr()
-        and given.numel() == output.numel()
-        and given.is_contiguous()
-        and output.is_contiguous()
-    )
+def _by_sample(terms: Tensor, given: Tensor, batch_size: int, output: object, batch_dim: int) -> Tensor | None:
+    """The terms added up by sample, float64 ``[B]``; ``None`` where it is not known which are of which sample."""
+    for shape in (terms.shape, *_flattened_from(terms, given, output)):
+        axis = next((k for k in (batch_dim, 0) if len(shape) > k and shape[k] == batch_size), None)
+        if axis is not None:
+            rows = terms.reshape(shape).movedim(axis, 0)
+            return rows.reshape(batch_size, math.prod(rows.shape[1:])).sum(1, dtype=torch.float64)
+    return None
+
+
+def _flattened_from(terms: Tensor, given: Tensor, output: object) -> list[torch.Size]:
+    """The shape of the terms before axes were flattened: that of an output whose very memory the loss was given."""
+    own = [
+        z
+        for z in tensors(output)
+        if given.data_ptr() == z.data_ptr() and given.numel() == z.numel() and given.is_contiguous()
+    ]
+    shapes = [z.shape[:k] for z in own if z.is_contiguous() for k in (z.dim(), z.dim() - 1)]
+    return [shape for shape in shapes if shape and math.prod(shape) == terms.numel()]
 
 
 def _mean_divisor(loss_fn: nn.Module, terms: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | float:

@@ -1,4 +1,4 @@
-"""Run a captured pass again: same inputs, same random numbers, bare module, and nothing of it left behind."""
+"""Run a forward pass again: same inputs, same random numbers, bare module, and nothing of it left behind."""
 
 from __future__ import annotations
 
@@ -8,53 +8,48 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from distcockpit.captured import Captured
+from distcockpit.captured import Captured, ForwardPass, scalar_output
 from distcockpit.layers import training_batchnorms
 from distcockpit.rng import unchanged
+from distcockpit.trees import map_tensors, tensors
+
+Statistics = Mapping[str, tuple[Tensor, Tensor]]
+"""Mean and biased variance, by name of a batch norm."""
 
 
 @contextmanager
 def replayed(
-    model: nn.Module,
-    loss_fn: nn.Module,
-    captured: Captured,
-    batch_statistics: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-) -> Generator[Tensor, None, None]:
-    """The unscaled loss of a micro-batch, in a fresh graph.
+    model: nn.Module, forward: ForwardPass, batch_statistics: Statistics | None = None
+) -> Generator[Any, None, None]:
+    """What the model returns when it is called again, in a fresh graph.
 
     Inside, buffers are copies, hooks on parameters and in-place activations are off, and batch norms named in
-    ``batch_statistics`` hold these (mean, biased variance) as constants. The global random state stays as it was.
+    ``batch_statistics`` hold these as constants. The global random state stays as it was.
 
     Args:
         model: The bare module.
-        loss_fn: The loss module.
-        captured: A micro-batch with one forward pass and one call of the loss.
+        forward: The pass to run again.
         batch_statistics: Mean and variance by name of the batch norm.
 
     Raises:
-        RuntimeError: If the loss was not computed directly from the model's output.
+        RuntimeError: If the model's input was overwritten.
     """
-    if len(captured.passes) != 1 or len(captured.losses) != 1 or not captured.losses[0].args:
-        raise RuntimeError(
-            "Curvature and track_batchnorm=True run the step again and need one call of the model and one call of "
-            f"the loss module per micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. "
-            "Give DistCockpit the loss module (loss_fn=...), and call it once as loss_fn(model(x), y)."
-        )
-    (forward,), (call,) = captured.passes, captured.losses
-    frozen = dict(training_batchnorms(model)) if batch_statistics else {}
+    frozen = {path: m for path, m in training_batchnorms(model) if batch_statistics and path in batch_statistics}
     training = {path: module.training for path, module in frozen.items()}
     inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     if any(tensor._version != version for tensor, version in forward.versions):
         raise RuntimeError(
             "The model's input was overwritten, by the model itself or before `track` ended, so the step cannot be run "
-            "again, which curvature and track_batchnorm=True need. Work on a copy of it (x.clone())."
+            "again, which curvature, track_batchnorm=True and layers that need a slow route do. Work on a copy of it "
+            "(x.clone())."
         )
+    device = next(model.parameters()).device
     with (
         _private_buffers(model, forward.buffers or {}),
         _without_hooks(list(model.parameters())),
-        unchanged(next(model.parameters()).device, forward.random_state),
+        unchanged(device, forward.random_state),
+        torch.autocast(device.type, forward.autocast, enabled=forward.autocast is not None, cache_enabled=False),
     ):
         for path, module in frozen.items():
             module.running_mean, module.running_var = (batch_statistics or {})[path]
@@ -62,15 +57,52 @@ def replayed(
         for module in inplace:
             module.inplace = False  # type: ignore[assignment]
         try:
-            with torch.enable_grad():
-                output = model(*forward.args, **forward.kwargs)
-                args = _with_new_output(call.args, forward.output, output)
-                yield loss_fn(*args, **call.kwargs)
+            yield model(*forward.args, **forward.kwargs)
         finally:
             for path, module in frozen.items():
                 module.training = training[path]
             for module in inplace:
                 module.inplace = True  # type: ignore[assignment]
+
+
+@contextmanager
+def replayed_loss(
+    model: nn.Module, loss_fn: nn.Module | None, captured: Captured, batch_statistics: Statistics | None = None
+) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
+    """The unscaled loss of a micro-batch, in a fresh graph, and the outputs of the model that it was computed from.
+
+    Args:
+        model: The bare module.
+        loss_fn: The loss module; ``None`` if the model returns its loss.
+        captured: A micro-batch with one forward pass and one call of the loss.
+        batch_statistics: As for `replayed`.
+
+    Raises:
+        RuntimeError: If the loss was not computed directly from the model's output.
+    """
+    if len(captured.passes) != 1:
+        raise RuntimeError(_needs_one(captured))
+    (forward,) = captured.passes
+    with torch.enable_grad(), replayed(model, forward, batch_statistics) as output:
+        if loss_fn is None:
+            loss = scalar_output(output)
+            if loss is None:
+                raise RuntimeError(_needs_one(captured))
+            yield loss, []
+            return
+        if len(captured.losses) != 1 or not captured.losses[0].args:
+            raise RuntimeError(_needs_one(captured))
+        (call,) = captured.losses
+        args, used = _with_new_output(call.args, forward.output, output)
+        yield loss_fn(*args, **call.kwargs), used
+
+
+def _needs_one(captured: Captured) -> str:
+    return (
+        "Curvature runs the step again and needs one call of the model and one call of the loss module per "
+        f"micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. Give DistCockpit the loss module "
+        "(loss_fn=...) and call it once as loss_fn(model(x), y), or let the model return its loss."
+    )
 
 
 @contextmanager
@@ -102,28 +134,30 @@ def _private_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Generato
             module._buffers = buffers
 
 
-def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
-    """The arguments of the loss with the model's output exchanged.
+def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """The arguments of the loss with the model's outputs exchanged, and those outputs.
 
-    The wrapper around the model may hand on an alias of its output, so it is recognised by memory and shape.
+    The wrapper around the model may hand on an alias of its output, so it is recognised by its memory; the loss may
+    take it with its axes flattened.
 
     Raises:
-        RuntimeError: If the output is not among the arguments.
+        RuntimeError: If what is differentiated is not an output.
     """
-    found = 0
+    before, after = tensors(old), tensors(new)
+    used: list[Tensor] = []
 
-    def exchange(leaf: Any) -> Any:
-        nonlocal found
-        if isinstance(leaf, Tensor) and isinstance(old, Tensor) and leaf.requires_grad:
-            if leaf.data_ptr() == old.data_ptr() and leaf.shape == old.shape and leaf.stride() == old.stride():
-                found += 1
-                return new
-        return leaf
-
-    exchanged = tree_map(exchange, args)
-    if found != 1:
+    def exchange(leaf: Tensor) -> Tensor:
+        if not leaf.requires_grad:
+            return leaf
+        for k, output in enumerate(before):
+            same = leaf.shape == output.shape and leaf.stride() == output.stride()
+            flat = leaf.numel() == output.numel() and leaf.is_contiguous() and output.is_contiguous()
+            if leaf.data_ptr() == output.data_ptr() and (same or flat):
+                used.append(after[k] if same else after[k].reshape(leaf.shape))
+                return used[-1]
         raise RuntimeError(
-            "Curvature and track_batchnorm=True run the step again and need the loss to be computed directly from "
-            "the model's output, loss_fn(model(x), y). Move what stands between them into the model as a module."
+            "Curvature runs the step again and needs the loss to be computed directly from the model's output, "
+            "loss_fn(model(x), y). Move what stands between them into the model as a module."
         )
-    return exchanged
+
+    return map_tensors(exchange, args), used

@@ -7,14 +7,16 @@ zero; from then on nothing is checked, and nothing costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import Captured
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
-from distcockpit.gradients.uses import Layer, MicroBatch
+from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 
 # Relative errors that rounding may make, by type; types of lower precision may make LOW_PRECISION.
@@ -45,67 +47,70 @@ def check_losses(captured: Sequence[Captured]) -> None:
                 )
 
 
-def check_positions(captured: Sequence[Captured]) -> None:
-    """Whether an embedding of positions passes for one of samples, because there are as many of both.
+@dataclass(frozen=True)
+class Examination:
+    """What the hooks saw, against what autograd gave the parameters."""
 
-    Raises:
-        ValueError: If the input of an embedding is 0, 1, ..., B-1; names the layer and a way out.
-    """
-    for micro in captured:
-        for use in micro.uses:
-            if isinstance(use.layer.module, nn.Embedding) and use.layer.parameters and micro.batch_size > 1:
-                index = use.input
-                if index.dim() == 1 and torch.equal(index, torch.arange(len(index), device=index.device)):
-                    raise ValueError(
-                        f"Layer '{use.layer.path}' (Embedding) was called with 0, 1, ..., {len(index) - 1} in a batch "
-                        f"of {micro.batch_size}: positions, it seems, which the samples share, so that their gradients "
-                        f"cannot be told apart. Leave the layer out: exclude=['{use.layer.path}']."
-                    )
+    explained: list[str]  # parameters whose gradient was finite, not zero, and explained
+    unserved: dict[str, tuple[str, list[str]]]  # by parameter: why not, and the modules whose calls do not serve it
 
 
-def check_gradients(
+def examine(
     captured: Sequence[Captured],
     seen: Mapping[str, Tensor],
     model: nn.Module,
-    layers: Sequence[Layer],
-    unchecked: Mapping[str, nn.Parameter],
-) -> list[str]:
-    """Whether the individual gradients add up to the gradients that autograd gave the parameters.
+    scopes: Mapping[str, Sequence[str]],
+    unchecked: Iterable[str],
+) -> Examination:
+    """Whether individual gradients can be told apart, and add up to the gradients that autograd gave the parameters.
 
     Args:
         captured: The micro-batches, not scaled yet.
         seen: What arrived at the parameters, summed over backward calls.
         model: The bare module.
-        layers: Its tracked layers.
-        unchecked: The parameters to check.
-
-    Returns:
-        Names of the parameters whose gradient was finite, not zero, and explained.
-
-    Raises:
-        RuntimeError: If one is not explained; names the layer and a way out.
+        scopes: The modules whose calls serve each parameter.
+        unchecked: The parameters to examine.
     """
-    sums, norms = GradientSum(unchecked), SquaredNorms(unchecked)
+    unserved = {}
+    for name in unchecked:
+        uses = [use for micro in captured for use in micro.uses if name in use.layer.parameters.values()]
+        together = [use for use in uses if not use.is_separable]
+        changed = [use for use in uses if use.inputs_changed]
+        if together:
+            shapes = {tuple(g.shape) for use in together for g in use.output_gradients.values()}
+            why = f"the output of its module, {', '.join(map(str, sorted(shapes)))}, has no batch axis"
+            unserved[name] = why, [use.layer.path for use in together]
+        elif changed:
+            unserved[name] = "the input of its module was overwritten", [use.layer.path for use in changed]
+    rest = [name for name in unchecked if name not in unserved]
     values = {name: p.detach() for name, p in model.named_parameters()}
-    walk([MicroBatch(c.batch_size, c.uses) for c in captured], values, list(unchecked), [sums, norms])
-    owner = {full: layer for layer in layers for full in layer.parameters.values()}
-    n, explained_now = sum(c.batch_size for c in captured), []
+    batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
+    sums, norms = GradientSum(values), SquaredNorms(values)
+    try:
+        walk(batches, values, rest, [sums, norms])
+    except Exception:  # a module that cannot be run again; which?
+        for name in list(rest):
+            sums.sums[name].zero_()
+            norms.values[name].zero_()
+            try:
+                walk(batches, values, [name], [sums, norms])
+            except Exception as problem:
+                rest.remove(name)
+                text = f"its module could not be run again ({type(problem).__name__}: {problem})"
+                unserved[name] = text, list(scopes[name])
+    n, explained = sum(c.batch_size for c in captured), []
     noise = NOISE * sum(float(g.square().sum()) for g in seen.values()) ** 0.5
-    for name, explained in sums.sums.items():
-        arrived = seen.get(name, torch.zeros_like(explained))
-        error, size = float((explained - arrived).norm()), float(arrived.norm())
+    for name in rest:
+        total = sums.sums[name]
+        arrived = seen.get(name, torch.zeros_like(total))
+        error, size = float((total - arrived).norm()), float(arrived.norm())
         everything = float((n * norms.values[name]).sqrt())
-        if not all(map(torch.isfinite, map(torch.tensor, (error, size, everything)))):
+        if not all(map(math.isfinite, (error, size, everything))):
             continue
-        tolerance = GRADIENT_TOLERANCE.get(unchecked[name].dtype, LOW_PRECISION)
+        tolerance = GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
         if error > tolerance * size + CANCELLATION * everything + noise:
-            layer = owner[name]
-            raise RuntimeError(
-                f"Parameter '{name}' of layer '{layer.path}' ({type(layer.module).__name__}) received a gradient of "
-                f"norm {size:.3g}, of which the calls of its layer explain all but {error:.3g}. It is used outside of "
-                "its module's forward, or the module's output is changed in a way that hides its gradient. Use it "
-                f"through its module, or leave the layer out: exclude=['{layer.path}']."
-            )
-        if size > 0:
-            explained_now.append(name)
-    return explained_now
+            why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
+            unserved[name] = f"{why}{error:.3g}, so it is used elsewhere too", list(scopes[name])
+        elif size > 0:
+            explained.append(name)
+    return Examination(explained, unserved)

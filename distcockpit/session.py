@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distcockpit.batch_axes import BatchAxes
 from distcockpit.clock import Clock
+from distcockpit.cover import Cover
 from distcockpit.gradients.uses import Layer
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -38,11 +40,13 @@ class Setup:
 
     world: World
     bare: nn.Module  # the model without its wrapper
-    layers: Sequence[Layer]
+    layers: Sequence[Layer]  # each with the parameters that it owns
     facts: Model
     quantities: Sequence[Quantity]
     loss_fn: nn.Module | None
     track_batchnorm: bool
+    batch_dim: int
+    slow_routes: bool  # whether parameters may take one
     grad_scaler: torch.amp.GradScaler | None
     optimizer: torch.optim.Optimizer | None
     trainable: frozenset[str]  # names of all trainable parameters
@@ -74,6 +78,8 @@ class Session:
 
     setup: Setup
     recorder: Recorder | None  # on rank 0
+    axes: BatchAxes
+    cover: Cover  # which modules' calls the parameters' individual gradients are taken from
     userlog: UserLog = field(default_factory=UserLog)
     start: Start | None = None  # the step at which an update began that is not known yet
     clock: Clock = field(default_factory=Clock)
@@ -151,6 +157,28 @@ class Session:
             raise RuntimeError(
                 f"track(step={step}): the optimizer has {now} parameter groups, but had {before} when DistCockpit was "
                 "constructed. Construct a new one, with a new store, when they change."
+            )
+
+    def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
+        """Let parents serve the parameters that their modules do not.
+
+        Args:
+            unserved: By parameter: why, and which modules.
+        """
+        self.cover = self.cover.raise_for(unserved)
+        self.cover.check(self.setup.slow_routes)
+
+    def say_what_is_slow(self) -> None:
+        """Rank 0 tells, once, which parameters take a slow route, and what it costs."""
+        slow = self.cover.slow
+        if slow and self.recorder is not None:
+            examples = [f"'{name}' by {module}" for name, module in list(slow.items())[:3]]
+            self.say_once(
+                "slow",
+                f"{len(slow)} of {len(self.setup.tracked)} parameters take a slow exact route: on tracked steps a part "
+                "of the model is run again with one backward pass per sample. "
+                f"{', '.join(examples)}{', ...' if len(slow) > 3 else ''}; cockpit.coverage() tells all, and why. "
+                "exclude=[...] leaves layers out, fallback='error' refuses such routes.",
             )
 
     def check_health(self) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from distcockpit import curvature
-from distcockpit.batchnorm import with_constant_statistics
+from distcockpit.again import differentiated_again
 from distcockpit.capture import Capture
-from distcockpit.captured import Captured, Loss
+from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.layers import check_batchnorm, training_batchnorms
@@ -22,7 +22,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
-from distcockpit.selfcheck import check_gradients, check_losses, check_positions
+from distcockpit.selfcheck import check_losses, examine
 from distcockpit.session import Session, digest
 from distcockpit.update import Start
 
@@ -97,11 +97,14 @@ class TrackedStep:
         observers = {q.name: q.observe for q in starting if q.needs.outputs}
         gradients = wanted(self._active, "output_gradients")
         norms = {path for path, _ in training_batchnorms(setup.bare)}
+        everything = gradients or bool(observers)
+        curvature = wanted(self._active, "curvature") or wanted(self._active, "eigenvalue")
         self._capture = Capture(
             setup.bare,
-            [layer for layer in setup.layers if gradients or observers or layer.parameters or layer.path in norms],
+            [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
-            replay=setup.track_batchnorm or wanted(self._active, "curvature") or wanted(self._active, "eigenvalue"),
+            session.axes,
+            replay=bool(session.unchecked) or setup.track_batchnorm or curvature,
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
@@ -160,17 +163,43 @@ class TrackedStep:
         self._check_losses_are_known(captured)
         if self._session.unchecked and any(c.weight for c in captured):
             check_losses(captured)
-            check_positions(captured)
-        if not training_batchnorms(setup.bare):
-            self._check_gradients(captured, capture.parameter_gradients)
-            return captured
-        constant = []
+        captured = self._served(captured, capture.parameter_gradients)
+        check_uses(captured)
+        return captured
+
+    def _served(self, captured: list[Captured], seen: Mapping[str, Tensor]) -> list[Captured]:
+        """The micro-batches with uses from which all individual gradients follow.
+
+        Where those of the step do not do, it is run again: with batch statistics as constants, and while parameters
+        are not known to be served by their modules, for the parents of these.
+        """
+        session, setup = self._session, self._setup
+        if constant := bool(training_batchnorms(setup.bare)):
+            captured, seen = self._again(captured, constant)
+        while session.unchecked and any(c.weight for c in captured):
+            found = examine(captured, seen, setup.bare, session.cover.scopes, session.unchecked)
+            if not found.unserved:
+                for name in found.explained:
+                    del session.unchecked[name]
+                session.say_what_is_slow()
+                break
+            session.raise_cover(found.unserved)
+            captured, seen_again = self._again(captured, constant)
+            seen = seen_again if constant else seen
+        return captured
+
+    def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
+        session, setup = self._session, self._setup
+        total: dict[str, Tensor] = {}
+        result = []
         for micro in captured:
-            if micro.batch_size:
-                micro, seen = with_constant_statistics(micro, setup.bare, setup.loss_fn, setup.layers, setup.tracked)
-                self._check_gradients([micro], seen)
-            constant.append(micro)
-        return constant
+            again, seen = differentiated_again(
+                micro, setup.bare, session.cover.layers, session.axes, setup.tracked, constant_statistics=constant
+            )
+            for name, gradient in seen.items():
+                total[name] = total[name] + gradient if name in total else gradient
+            result.append(again)
+        return result, total
 
     def _check_losses_are_known(self, captured: Sequence[Captured]) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]
@@ -184,12 +213,6 @@ class TrackedStep:
                     "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside `track`, "
                     "with one loss per sample."
                 )
-
-    def _check_gradients(self, captured: Sequence[Captured], seen: Mapping[str, Tensor]) -> None:
-        setup, unchecked = self._setup, self._session.unchecked
-        if unchecked and any(c.weight for c in captured):
-            for name in check_gradients(captured, seen, setup.bare, setup.layers, unchecked):
-                del unchecked[name]
 
     def _send(
         self,

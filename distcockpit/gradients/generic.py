@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map
 
 from distcockpit.gradients.uses import Blocks, Use
 from distcockpit.rng import unchanged
+from distcockpit.trees import map_tensors, tensors
 
 
 class GenericRule:
@@ -26,38 +26,41 @@ class GenericRule:
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """One batched backward per block; the forward runs once, with the random state of the original call."""
         layer, module = use.layer, use.layer.module
-        leaves = {name: values[layer.parameters[name]].detach().clone().requires_grad_() for name in names}
-        state = {name: values[full].detach() for name, full in layer.names.items()}
+        leaves = {
+            full: _plain(values[full]).clone().requires_grad_() for full in map(layer.parameters.__getitem__, names)
+        }
+        state = {name: leaves.get(full, _plain(values[full])) for name, full in layer.names.items()}
         buffers = {name: buffer.clone() for name, buffer in use.buffers.items()}
-        args, kwargs = tree_map(_detached, (use.args, use.kwargs))
+        args, kwargs = map_tensors(_plain, (use.args, use.kwargs))
         training = {m: m.training for m in module.modules()}
+        sparse = [m for m in module.modules() if getattr(m, "sparse", False) is True]
         device = next(iter(leaves.values())).device
         _set_training(use.training)
         precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
             with unchanged(device, use.random_state), torch.enable_grad(), precision:
-                output = functional_call(module, {**state, **buffers, **leaves}, args, kwargs)
+                for m in sparse:
+                    m.sparse = False  # type: ignore[assignment]
+                output = tensors(functional_call(module, {**state, **buffers}, args, kwargs))
+                reached = [p for p in use.output_gradients if output[p].requires_grad]
+                outputs = {p: output[p].movedim(use.axes[p] or 0, 0) for p in reached}
         finally:
             _set_training(training)
-        outputs = tree_leaves(output)
-        positions = [p for p in use.output_gradients if outputs[p].requires_grad]
+            for m in sparse:
+                m.sparse = True  # type: ignore[assignment]
+        pull_back = _PullBack(list(outputs.values()), list(leaves.values()))
 
         def block(samples: slice) -> dict[str, Tensor]:
             rows = torch.arange(samples.start, samples.stop, device=device)
-            if not positions:  # the parameters take no part in the output
-                return {name: leaf.new_zeros(len(rows), *leaf.shape) for name, leaf in leaves.items()}
-            masked = [_one_sample_each(use.output_gradients[p].to(outputs[p].dtype), rows) for p in positions]
-            gradients = torch.autograd.grad(
-                [outputs[p] for p in positions],
-                list(leaves.values()),
-                masked,
-                is_grads_batched=True,
-                retain_graph=True,
-                allow_unused=True,
-            )
+            if not outputs:  # the parameters take no part in the output
+                return {
+                    name: leaf.new_zeros(len(rows), *leaf.shape)
+                    for name, leaf in zip(names, leaves.values(), strict=True)
+                }
+            masked = [_one_sample_each(use.output_gradients[p].to(z.dtype), rows) for p, z in outputs.items()]
             return {
                 name: leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
-                for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+                for name, leaf, gradient in zip(names, leaves.values(), pull_back(masked), strict=True)
             }
 
         return block
@@ -72,8 +75,42 @@ def _set_training(modes: Mapping[Module, bool]) -> None:
         module.training = training
 
 
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _plain(tensor: Tensor) -> Tensor:
+    """Detached, and not channels-last: torch 2.13 crashes in the backward of a group norm whose input is, and does not
+    vectorise others."""
+    tensor = tensor.detach()
+    channels_last = tensor.dim() in (4, 5) and not tensor.is_contiguous()
+    return tensor.contiguous() if channels_last else tensor
+
+
+class _PullBack:
+    """Vector-Jacobian products of many vectors, at once where every operation can, else one after the other."""
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        self._outputs, self._leaves = outputs, leaves
+        self._at_once = True
+
+    def __call__(self, vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        if self._at_once:
+            try:
+                return self._grad(vectors, is_grads_batched=True)
+            except RuntimeError:  # a backward of the user's own, mostly
+                self._at_once = False
+        rows = [self._grad([v[k] for v in vectors]) for k in range(len(vectors[0]))]
+        return [
+            None if row[0] is None else torch.stack([g for g in row if g is not None])
+            for row in zip(*rows, strict=True)
+        ]
+
+    def _grad(self, vectors: Sequence[Tensor], is_grads_batched: bool = False) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(
+            self._outputs,
+            self._leaves,
+            vectors,
+            is_grads_batched=is_grads_batched,
+            retain_graph=True,
+            allow_unused=True,
+        )
 
 
 def _one_sample_each(delta: Tensor, rows: Tensor) -> Tensor:

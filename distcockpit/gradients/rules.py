@@ -6,11 +6,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from distcockpit.gradients.backpack_layers import BackpackRule
+from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.generic import GenericRule
 from distcockpit.gradients.linear import LinearRule
 from distcockpit.gradients.uses import Rule
 
-LINEAR, BACKPACK, GENERIC = LinearRule(), BackpackRule(), GenericRule()
+LINEAR, EMBEDDING, BACKPACK, GENERIC = LinearRule(), EmbeddingRule(), BackpackRule(), GenericRule()
 
 
 def rule_for(module: nn.Module) -> Rule:
@@ -23,6 +24,8 @@ def rule_for(module: nn.Module) -> Rule:
         return GENERIC
     if type(module) is nn.Linear:
         return LINEAR
+    if type(module) is nn.Embedding:
+        return EMBEDDING
     if BackpackRule.serves(module):
         return BACKPACK
     return GENERIC

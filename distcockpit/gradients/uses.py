@@ -16,6 +16,9 @@ from torch.nn import Module
 
 from distcockpit.rng import RandomState
 
+Axes = tuple[int | None, ...]
+"""The batch axis of each tensor of an output; ``None`` where there is none."""
+
 Blocks = Callable[[slice], dict[str, Tensor]]
 """Maps a range of samples to their individual gradients by local parameter name, each ``[n, *parameter.shape]``."""
 
@@ -47,11 +50,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that owns trainable parameters, and the rule that serves it."""
+    """A module, and the rule by which the individual gradients of parameters follow from its calls."""
 
     path: str
     module: Module
-    parameters: Mapping[str, str]  # local name -> name in the model, of the tracked ones
+    parameters: Mapping[str, str]  # local name -> name in the model, of the tracked ones; each of these once
     names: Mapping[str, str]  # the same of all parameters of this module and those below it
     rule: Rule
     is_leaf: bool  # whether it has no tracked modules below it
@@ -70,7 +73,8 @@ class Use:
     buffers: dict[str, Tensor]
     random_state: RandomState | None
     autocast: torch.dtype | None  # the type of mixed precision in the call, if any
-    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's leaves
+    axes: Axes  # where the batch is in each tensor of the output
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
 
     @property
@@ -81,9 +85,14 @@ class Use:
 
     @property
     def input(self) -> Tensor:
-        """The input of a layer with one input."""
+        """The input of a layer with one input, ``[B, *]``; its batch axis is that of the output."""
         (x,) = [*self.args, *self.kwargs.values()]
-        return x.detach()
+        return x.detach().movedim(self.axes[0] or 0, 0)
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether the output gradients of the samples can be told apart."""
+        return all(self.axes[position] is not None for position in self.output_gradients)
 
     @property
     def inputs_changed(self) -> bool:

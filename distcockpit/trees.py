@@ -1,0 +1,47 @@
+"""Tensors inside whatever modules take and return: tuples, dicts, dataclasses, and what torch knows as a tree."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in a fixed order."""
+    return list(_tensors(tree))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(list(leaf.values()))
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The tree with every tensor exchanged, in the order of `tensors`; nothing of the old tree is written to."""
+
+    def exchange(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            new = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(new, field.name, map_tensors(change, getattr(leaf, field.name)))
+            return new
+        if isinstance(leaf, MutableMapping):  # one that torch does not know as a tree, such as a UserDict
+            mapping = copy.copy(leaf)
+            for key, value in leaf.items():
+                mapping[key] = map_tensors(change, value)
+            return mapping
+        return leaf
+
+    return tree_map(exchange, tree)

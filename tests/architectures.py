@@ -1,0 +1,785 @@
+"""Models of all kinds, the way their users write them: what "any model" means. Used by the ranks and the oracle alike.
+
+Lengths are chosen to mislead: a batch of 6 or 4 samples meets sequences of 4 and widths of 6.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+WIDTH, LENGTH, CLASSES, VOCABULARY = 6, 4, 5, 11
+Batch = dict[str, Tensor]
+
+
+def cross_entropy(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Individual losses of a model that returns class scores."""
+    z = model(batch["x"])
+    return F.cross_entropy(z.float() if z.dtype in (torch.float16, torch.bfloat16) else z, batch["y"], reduction="none")
+
+
+def plain_loop(model: Callable[..., Any], batch: Batch, loss_fn: nn.Module | None) -> Tensor:
+    assert loss_fn is not None
+    return loss_fn(model(batch["x"]), batch["y"])
+
+
+def internal_loss(model: Callable[..., Any], batch: Batch, loss_fn: nn.Module | None = None) -> Tensor:
+    return model(**batch).loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data, and how a user trains it."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (LENGTH, WIDTH)  # of a sample of x
+    batch: Callable[[int], Batch] | None = None  # overrides shape
+    losses: Callable[[Callable[..., Any], Batch], Tensor] = cross_entropy
+    train: Callable[[Callable[..., Any], Batch, nn.Module | None], Tensor] = plain_loop
+    loss_fn: Callable[[], nn.Module | None] = nn.CrossEntropyLoss
+    options: dict[str, Any] = field(default_factory=dict)  # of DistCockpit
+    ddp: dict[str, Any] = field(default_factory=dict)
+    alone: bool = True  # whether the oracle sees each sample alone, in float64; not where random numbers are drawn
+    slow: tuple[str, ...] = ()  # parameters that must take the slow route; no others may
+    rtol: float = 2e-4
+    group: str = ""  # row of the table "what works"
+
+
+class Net(nn.Module):
+    """A body, and a head on its flattened output."""
+
+    def __init__(self, body: nn.Module, features: int, take: Callable[[Any], Tensor] = lambda z: z) -> None:
+        super().__init__()
+        self.body, self.take = body, take
+        self.head = nn.Linear(features, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.take(self.body(x)).flatten(1))
+
+
+class Block(nn.Module):
+    """A residual block with everything in place."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = norm(4), norm(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.norm1(self.first(x)))
+        out = self.norm2(self.second(out))
+        out += x
+        return self.relu(out)
+
+
+def images(body: Callable[[], nn.Module], **options: Any) -> Case:
+    return Case(
+        lambda: Net(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), body(), nn.AdaptiveAvgPool2d(2)), 16),
+        (2, 6, 6),
+        **options,
+    )
+
+
+def in_eval(module: nn.Module) -> nn.Module:
+    """Batch norm with running statistics that were learned, and stay."""
+    for m in module.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            torch.nn.init.uniform_(m.running_mean, -0.2, 0.2)
+            torch.nn.init.uniform_(m.running_var, 0.5, 2)
+            m.eval()
+    return module
+
+
+def tokens(n: int) -> Batch:
+    x = torch.randint(0, VOCABULARY, (n, LENGTH))
+    return {"x": x, "y": torch.arange(n) % CLASSES}
+
+
+def labelled(n: int) -> Batch:
+    x = torch.randint(0, VOCABULARY, (n, LENGTH))
+    return {"input_ids": x, "labels": x}
+
+
+def texts(n: int) -> Batch:
+    return {"input_ids": torch.randint(0, VOCABULARY, (n, LENGTH)), "labels": torch.arange(n) % CLASSES}
+
+
+def pictures(n: int) -> Batch:
+    return {"pixel_values": torch.randn(n, 3, 8, 8), "labels": torch.arange(n) % CLASSES}
+
+
+def embedded(body: nn.Module, take: Callable[[Any], Tensor] = lambda z: z, **embedding: Any) -> nn.Module:
+    return Net(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, **embedding), body), LENGTH * WIDTH, take)
+
+
+class Bag(nn.Module):
+    def __init__(self, mode: str, sparse: bool) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(VOCABULARY, WIDTH, mode=mode, sparse=sparse), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bag(x.reshape(-1), torch.arange(0, x.numel(), x.shape[1])))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0, batch_first: bool = True) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.attend.batch_first else x.transpose(0, 1)
+        x = self.attend(query=x, key=x, value=x)[0]
+        return x if self.attend.batch_first else x.transpose(0, 1)
+
+
+class TimeFirst(nn.Module):
+    """A body that works on [T, B, *] inside a model whose inputs are [B, T, *]."""
+
+    def __init__(self, body: nn.Module, take: Callable[[Any], Tensor] = lambda z: z) -> None:
+        super().__init__()
+        self.body, self.take = body, take
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.take(self.body(x.transpose(0, 1))).transpose(0, 1)
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bilinear(x, x.flip(1).tanh())
+
+
+class Twice(nn.Module):
+    """One layer called three times, one of them on what has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.start = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("grid", torch.linspace(-1, 1, LENGTH * WIDTH).reshape(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.sigmoid(self.layer(x))) * self.start(x) + self.layer(self.grid)
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding; with ``functional``, without a module for it."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.functional = functional
+        if not functional:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.mix(self.embed(x)))
+        return (F.linear(z, self.embed.weight) if self.functional else self.head(z)).mean(1)[:, :CLASSES]
+
+
+class ClassToken(nn.Module):
+    """Class token, layer scale and learned positions: parameters used in the forward of their parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(LENGTH + 1, WIDTH))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        return (x + self.scale * torch.tanh(self.mix(x)))[:, :LENGTH]
+
+
+class StateSpace(nn.Module):
+    """A diagonal state-space layer: matrices used directly, a scan over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_a, self.b = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, decay, h, out = self.project(x), torch.exp(-torch.exp(self.log_a)), torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = decay * h + self.b * u[:, t]
+            out.append(torch.tanh(h))
+        return torch.stack(out, 1)
+
+
+class Borrowed(nn.Module):
+    """Uses a child's weight without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(WIDTH, WIDTH)
+        self.coefficients = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x @ self.used.weight) * self.coefficients[0] + self.coefficients[1]
+
+
+class Positions(nn.Module):
+    """Embeddings of positions that all samples share, with a norm of their own."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0), nn.Embedding(LENGTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.leading = leading
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1])
+        return self.words(x) * torch.sigmoid(self.norm(self.positions(index[None] if self.leading else index)))
+
+
+class RelativeBias(nn.Module):
+    """Attention with a learned bias per distance, shared by all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(WIDTH, 3 * WIDTH), nn.Embedding(2 * LENGTH - 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        index = torch.arange(x.shape[1])
+        bias = self.bias(index[:, None] - index + LENGTH - 1)[..., 0]
+        return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(WIDTH) + bias, -1) @ v
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.requires_grad_(False)
+        self.third.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@dataclass
+class Answer:
+    scores: Tensor
+    hidden: Tensor | None = None
+    note: str = "not a tensor"
+
+
+class Structured(nn.Module):
+    """Takes keywords and things that are no tensors; children return dicts, tuples and dataclasses."""
+
+    class Split(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.weight, self.kind = nn.Parameter(torch.randn(WIDTH)), kind
+
+        def forward(self, inputs: Any, *, power: int, mode: str = "x") -> Any:
+            x = inputs.scores if isinstance(inputs, Answer) else inputs["scores"]
+            z = torch.tanh(x * self.weight) ** power
+            if self.kind == "dataclass":
+                return Answer(z, x)
+            return UserDict(scores=z, hidden=x) if self.kind == "dict" else (z, None, [x])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = self.Split("dataclass"), self.Split("dict"), self.Split("tuple")
+        self.head = nn.Linear(LENGTH * WIDTH, CLASSES)
+
+    def forward(self, *, inputs: dict[str, Any]) -> Answer:
+        answer = self.a({"scores": inputs["x"], "flag": None}, power=1)
+        mapping = self.b(answer, power=2, mode="y")
+        z, _, (hidden,) = self.c({"scores": mapping["scores"] + mapping["hidden"]}, power=1)
+        return Answer(self.head((z + hidden).flatten(1)), hidden)
+
+
+class SequenceFirst(nn.Module):
+    """A recurrent model whose inputs and outputs are [T, B, *]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(VOCABULARY, WIDTH), nn.GRU(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(x))[0])
+
+
+class Doubled(torch.autograd.Function):
+    """An operation of one's own, with a backward that cannot be vectorised."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return 2 * x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        assert float(g.sum()) == float(g.sum())
+        return 2 * g * w, (2 * g * x).reshape(-1, len(w)).sum(0)
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(torch.tanh(x), self.weight)
+
+
+class Experts(nn.Module):
+    """Tokens of all samples together, sent to one expert each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        weights, choice = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for k, expert in enumerate(self.experts):
+            out[choice == k] = expert(flat[choice == k])
+        return (out * weights[:, None]).reshape(x.shape)
+
+
+class Folded(nn.Module):
+    """Works on [B T, C] inside, and packs sequences for its recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.rnn = nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.mix(x.reshape(-1, WIDTH))).reshape(x.shape)
+        lengths = torch.full((len(x),), x.shape[1] - 1)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class ResNet18(nn.Module):
+    """The layout of torchvision's, with few channels."""
+
+    class Basic(nn.Module):
+        def __init__(self, before: int, after: int, stride: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+            self.bn1, self.relu = nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+            self.conv2, self.bn2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
+            self.downsample = None
+            if stride != 1 or before != after:
+                self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+            out += x if self.downsample is None else self.downsample(x)
+            return self.relu(out)
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1, self.relu, self.maxpool = nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        widths = [width, width, 4, 5, 6]
+        for k in range(1, 5):
+            stages = [self.Basic(widths[k - 1], widths[k], 1 if k == 1 else 2), self.Basic(widths[k], widths[k], 1)]
+            setattr(self, f"layer{k}", nn.Sequential(*stages))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(widths[4], CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def hugging_face(model: str, **config: Any) -> nn.Module:
+    """A model of the library `transformers`, small, with random weights; ``model`` is "Config:Model"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        kind, architecture = model.split(":")
+        return getattr(transformers, architecture)(getattr(transformers, kind)(**config)).train()
+
+
+TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+LLAMA = partial(
+    hugging_face, "LlamaConfig:LlamaForCausalLM", **TEXT, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+)  # fmt: skip
+RESNET = partial(
+    hugging_face, "ResNetConfig:ResNetForImageClassification", embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1],
+    layer_type="basic", num_labels=CLASSES,
+)  # fmt: skip
+
+
+def trained_inside(build: Callable[[], nn.Module], batch: Callable[[int], Batch], **options: Any) -> Case:
+    """A model that computes its own loss."""
+    return Case(
+        build,
+        batch=batch,
+        losses=lambda model, batch: model(**batch).loss[None],
+        train=internal_loss,
+        loss_fn=lambda: None,
+        **options,
+    )
+
+
+def token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Mean over the tokens of each sample; batch axis 1."""
+    z = model(batch["x"])
+    return F.cross_entropy(z.flatten(0, 1), batch["y"].flatten(), reduction="none").reshape(z.shape[:2]).mean(0)
+
+
+NORM_POSITIONS = ("body.0.norm.bias", "body.0.norm.weight", "body.0.positions.weight")
+FLAT = LENGTH * WIDTH
+
+CASES: dict[str, Case] = {
+    "residual block in place": images(lambda: Block(lambda c: nn.GroupNorm(2, c)), group="Activations, skips"),
+    "GroupNorm, InstanceNorm": images(
+        lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)), group="Norms"
+    ),
+    "LayerNorm, RMSNorm": Case(lambda: Net(nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)), FLAT), group="Norms"),
+    "BatchNorm, eval": images(lambda: in_eval(Block(nn.BatchNorm2d)), group="Norms"),
+    "BatchNorm, track_batchnorm": images(
+        lambda: Block(nn.BatchNorm2d), options={"track_batchnorm": True}, alone=False, group="Norms"
+    ),
+    "SyncBatchNorm, eval": images(lambda: in_eval(Block(nn.SyncBatchNorm)), group="Norms"),
+    "Embedding, padding index": Case(lambda: embedded(nn.Tanh(), padding_idx=3), batch=tokens, group="Embeddings"),
+    "Embedding, sparse": Case(lambda: embedded(nn.Tanh(), sparse=True), batch=tokens, group="Embeddings"),
+    "EmbeddingBag": Case(lambda: Bag("mean", False), batch=tokens, group="Embeddings"),
+    "EmbeddingBag, sparse": Case(lambda: Bag("sum", True), batch=tokens, group="Embeddings"),
+    "MultiheadAttention": Case(lambda: Net(Attention(), FLAT), group="Attention"),
+    "MultiheadAttention, time first, dropout": Case(
+        lambda: Net(Attention(0.3, False), FLAT), alone=False, group="Attention"
+    ),
+    "TransformerEncoder, dropout": Case(
+        lambda: Net(nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2, batch_first=True), 2), FLAT),
+        alone=False,
+        group="Attention",
+    ),
+    "TransformerEncoder, time first": Case(
+        lambda: Net(
+            TimeFirst(nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0), 1, enable_nested_tensor=False)),
+            FLAT,
+        ),
+        group="Attention",
+    ),
+    "RNN, PReLU": Case(
+        lambda: Net(nn.Sequential(nn.PReLU(LENGTH), nn.RNN(WIDTH, WIDTH, batch_first=True)), FLAT, lambda z: z[0]),
+        group="Recurrent",
+    ),
+    "LSTM, last state": Case(
+        lambda: Net(nn.LSTM(WIDTH, 4, 2, batch_first=True), 8, lambda z: z[1][0].transpose(0, 1)), group="Recurrent"
+    ),
+    "GRU, time first": Case(lambda: Net(TimeFirst(nn.GRU(WIDTH, WIDTH), lambda z: z[0]), FLAT), group="Recurrent"),
+    "convolutions, grouped and transposed": images(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2)),
+        group="Convolutions, bilinear",
+    ),
+    "Bilinear": Case(lambda: Net(Bilinear(), FLAT), group="Convolutions, bilinear"),
+    "a module called several times": Case(
+        lambda: Net(Twice(), FLAT), slow=("body.layer.bias", "body.layer.weight"), group="Sharing"
+    ),
+    "tied embeddings": Case(lambda: Tied(False), batch=tokens, group="Sharing"),
+    "tied embeddings without a module": Case(
+        lambda: nn.Sequential(Tied(True)), batch=tokens, slow=("0.embed.weight",), group="Sharing"
+    ),
+    "class token, layer scale": Case(
+        lambda: Net(ClassToken(), FLAT),
+        slow=("body.positions", "body.scale", "body.token"),
+        group="Parameters used by a parent",
+    ),
+    "state-space layer": Case(
+        lambda: Net(StateSpace(), FLAT), slow=("body.b", "body.log_a"), group="Parameters used by a parent"
+    ),
+    "a child's weight without the child": Case(
+        lambda: Net(Borrowed(), FLAT),
+        slow=("body.coefficients.0", "body.coefficients.1", "body.used.weight"),
+        ddp={"find_unused_parameters": True},
+        group="Parameters used by a parent",
+    ),
+    "positions [1, T]": Case(
+        lambda: Net(nn.Sequential(Positions(True)), FLAT), batch=tokens, slow=NORM_POSITIONS, group="No batch axis"
+    ),
+    "positions [T]": Case(
+        lambda: Net(nn.Sequential(Positions(False)), FLAT), batch=tokens, slow=NORM_POSITIONS, group="No batch axis"
+    ),
+    "relative attention bias": Case(
+        lambda: Net(RelativeBias(), FLAT), slow=("body.bias.weight",), group="No batch axis"
+    ),
+    "tokens folded into the batch, packed sequences": Case(
+        lambda: Net(Folded(), FLAT),
+        slow=(
+            "body.mix.bias",
+            "body.mix.weight",
+            "body.rnn.bias_hh_l0",
+            "body.rnn.bias_ih_l0",
+            "body.rnn.weight_hh_l0",
+            "body.rnn.weight_ih_l0",
+        ),
+        group="No batch axis",
+    ),
+    "mixture of experts": Case(
+        lambda: Net(Experts(), FLAT),
+        slow=(
+            "body.experts.0.bias",
+            "body.experts.0.weight",
+            "body.experts.1.bias",
+            "body.experts.1.weight",
+            "body.router.bias",
+            "body.router.weight",
+        ),
+        ddp={"find_unused_parameters": True},
+        group="No batch axis",
+    ),
+    "frozen parameters": Case(lambda: Net(Frozen(), FLAT), group="Parameters of all kinds"),
+    "weight_norm": Case(
+        lambda: Net(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), FLAT), group="Parameters of all kinds"
+    ),
+    "spectral_norm": Case(
+        lambda: Net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), FLAT),
+        alone=False,
+        group="Parameters of all kinds",
+    ),
+    "unused parameters": Case(
+        lambda: nn.Sequential(Net(nn.Linear(WIDTH, WIDTH), FLAT, lambda z: z * 2)).append(Spare()),
+        ddp={"find_unused_parameters": True},
+        group="Parameters of all kinds",
+    ),
+    "float64": Case(
+        lambda: Net(nn.GRU(WIDTH, WIDTH, batch_first=True), FLAT, lambda z: z[0]).double(),
+        rtol=1e-7,
+        batch=lambda n: {"x": torch.randn(n, LENGTH, WIDTH).double(), "y": torch.arange(n) % CLASSES},
+        group="Parameters of all kinds",
+    ),  # fmt: skip
+    "bfloat16": Case(
+        lambda: Net(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8)), 32).bfloat16(),
+        batch=lambda n: {"x": torch.randn(n, LENGTH, WIDTH).bfloat16(), "y": torch.arange(n) % CLASSES},
+        rtol=0.04,
+        group="Parameters of all kinds",
+    ),
+    "float16": Case(
+        lambda: Net(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8)), 32).half(),
+        batch=lambda n: {"x": torch.randn(n, LENGTH, WIDTH).half(), "y": torch.arange(n) % CLASSES},
+        rtol=0.01,
+        group="Parameters of all kinds",
+    ),
+    "channels-last": Case(
+        lambda: Net(
+            nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)), 16
+        ).to(memory_format=torch.channels_last),
+        batch=lambda n: {
+            "x": torch.randn(n, 2, 6, 6).to(memory_format=torch.channels_last),
+            "y": torch.arange(n) % CLASSES,
+        },
+        group="Parameters of all kinds",
+    ),  # fmt: skip
+    "keywords, dicts, tuples, dataclasses": Case(
+        Structured,
+        losses=lambda model, batch: F.cross_entropy(model(inputs=batch).scores, batch["y"], reduction="none"),
+        train=lambda model, batch, loss_fn: loss_fn(model(inputs=batch).scores, batch["y"]),
+        group="Inputs and outputs",
+    ),
+    "batch_dim=1": Case(
+        SequenceFirst,
+        batch=lambda n: {
+            "x": torch.randint(0, VOCABULARY, (LENGTH, n)),
+            "y": torch.randint(0, VOCABULARY, (LENGTH, n)),
+        },
+        losses=token_losses,
+        train=lambda model, batch, loss_fn: loss_fn(model(batch["x"]).flatten(0, 1), batch["y"].flatten()),
+        options={"batch_dim": 1},
+        group="Inputs and outputs",
+    ),  # fmt: skip
+    "an autograd function of one's own": Case(lambda: Net(OwnFunction(), FLAT), group="Inputs and outputs"),
+    "GPT-2": trained_inside(
+        lambda: hugging_face("GPT2Config:GPT2LMHeadModel", **TEXT, n_positions=8, n_embd=8, n_layer=2, n_head=2),
+        labelled,
+        alone=False,
+        slow=("transformer.wpe.weight",),
+        group="Hugging Face transformers",
+    ),
+    "Llama": trained_inside(lambda: LLAMA(tie_word_embeddings=False), labelled, group="Hugging Face transformers"),
+    "Llama, tied": trained_inside(lambda: LLAMA(tie_word_embeddings=True), labelled, group="Hugging Face transformers"),
+    "BERT": trained_inside(
+        lambda: hugging_face(
+            "BertConfig:BertForSequenceClassification",
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=12,
+            max_position_embeddings=8,
+            num_labels=CLASSES,
+        ),
+        texts,
+        alone=False,
+        slow=("bert.embeddings.position_embeddings.weight",),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "ViT": trained_inside(
+        lambda: hugging_face(
+            "ViTConfig:ViTForImageClassification",
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=12,
+            image_size=8,
+            patch_size=4,
+            num_labels=CLASSES,
+        ),
+        pictures,
+        slow=("vit.embeddings.cls_token", "vit.embeddings.position_embeddings"),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "T5": trained_inside(
+        lambda: hugging_face(
+            "T5Config:T5ForConditionalGeneration",
+            vocab_size=VOCABULARY,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+        ),
+        labelled,
+        alone=False,
+        slow=(
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        ),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "ResNet, eval": trained_inside(lambda: in_eval(RESNET()), pictures, group="Hugging Face transformers"),
+    "ResNet, track_batchnorm": trained_inside(
+        RESNET, pictures, alone=False, options={"track_batchnorm": True}, group="Hugging Face transformers"
+    ),
+    "ConvNeXt": trained_inside(
+        lambda: hugging_face(
+            "ConvNextConfig:ConvNextForImageClassification",
+            hidden_sizes=[4, 6],
+            depths=[1, 1],
+            num_stages=2,
+            patch_size=2,
+            num_labels=CLASSES,
+            layer_scale_init_value=0.5,
+        ),
+        pictures,
+        slow=(
+            "convnext.encoder.stages.0.layers.0.layer_scale_parameter",
+            "convnext.encoder.stages.1.layers.0.layer_scale_parameter",
+        ),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "ResNet-18, eval": Case(lambda: in_eval(ResNet18()), (3, 32, 32), group="ResNet-18 as in torchvision"),
+    "ResNet-18, track_batchnorm": Case(
+        ResNet18, (3, 64, 64), options={"track_batchnorm": True}, alone=False, group="ResNet-18 as in torchvision"
+    ),
+}
+
+
+class Spare(nn.Module):
+    """Has a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    return CASES[name].build()
+
+
+def data(name: str, step: int, n: int) -> Batch:
+    case = CASES[name]
+    torch.manual_seed(100 + step)
+    if case.batch is not None:
+        return case.batch(n)
+    return {"x": torch.randn(n, *case.shape), "y": torch.arange(n) % CLASSES}
+
+
+def part(name: str, batch: Batch, samples: slice) -> Batch:
+    axis = CASES[name].options.get("batch_dim", 0)
+    return {k: v[samples] if axis == 0 else v[:, samples] for k, v in batch.items()}
+
+
+def individual_gradients(name: str, model: nn.Module, batch: Batch, n: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The definition: losses [n], and gradients [n, *] of each trainable parameter, sample by sample, by autograd."""
+    case, model = CASES[name], copy.deepcopy(model)
+    if case.options.get("track_batchnorm"):
+        hold_batch_statistics(name, model, batch)
+    if case.alone:
+        model = model.double()
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    for module in model.modules():
+        if getattr(module, "sparse", False):
+            module.sparse = False
+    losses, rows = [], []
+    if case.train is internal_loss and not case.alone:
+        several = per_sample_of_internal(model, batch, n)
+    elif not case.alone:
+        several = case.losses(model, batch)
+    for i in range(n):
+        loss = case.losses(model, part(name, batch, slice(i, i + 1)))[0] if case.alone else several[i]
+        gradients = torch.autograd.grad(
+            loss, list(parameters.values()), retain_graph=not case.alone, allow_unused=True, materialize_grads=True
+        )
+        losses.append(loss.detach().double())
+        rows.append([g.double() for g in gradients])
+    return torch.stack(losses), {k: torch.stack([r[j] for r in rows]) for j, k in enumerate(parameters)}
+
+
+def per_sample_of_internal(model: nn.Module, batch: Batch, n: int) -> Tensor:
+    """Individual losses of one batched call, from the scores that come with the loss; the same random numbers."""
+    output = model(**batch)
+    scores, labels = output.logits.float(), batch["labels"]
+    if scores.dim() == 2:
+        losses = F.cross_entropy(scores, labels, reduction="none")
+    else:
+        if not getattr(model.config, "is_encoder_decoder", False):
+            scores, labels = scores[:, :-1], labels[:, 1:]
+        losses = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
+    torch.testing.assert_close(losses.mean(), output.loss)
+    return losses
+
+
+def hold_batch_statistics(name: str, model: nn.Module, batch: Batch) -> None:
+    """Put batch norms in eval mode, with the statistics of this batch."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    def keep(module: Any, args: tuple[Tensor]) -> None:
+        axes = [k for k in range(args[0].dim()) if k != 1]
+        module.held = args[0].mean(axes), args[0].var(axes, unbiased=False)
+
+    handles = [m.register_forward_pre_hook(keep) for m in norms]
+    with torch.no_grad():
+        model(**batch) if CASES[name].train is internal_loss else model(batch["x"])
+    for handle, module in zip(handles, norms, strict=True):
+        handle.remove()
+        module.eval()
+        module.running_mean, module.running_var = module.held

@@ -1,0 +1,115 @@
+"""Any model: individual gradients of architectures of all kinds, one process and real ranks, against autograd."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import architectures
+import numpy as np
+import oracle
+import pytest
+import torch
+from architectures import CASES
+from ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.quantities import GradHist1d, InnerTest, MeanGSNR, Quantity
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group
+
+SHARDINGS = {"one": [6], "uneven 2": [4, 2], "uneven 4": [3, 1, 1, 1]}
+STEPS = 2  # the second one runs with what the first one learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments(Quantity):
+    """Per parameter: the squared norm of the mean gradient, and the mean of the squared norms."""
+
+    source: ClassVar[str] = "the test"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(mean_gradient=True, squared_norms=True)
+
+    def group(self, model: Model) -> Group:
+        fields = {k: Field(("parameter",), k, "loss^2", "") for k in ("of_mean", "mean_of")}
+        return Group(fields, {"parameter": model.parameters})
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> dict[str, Any]:
+        return {"of_mean": batch.once(batch.squared_norm(batch.mean_gradient)), "mean_of": batch.squared_norms}
+
+    def finalize(self, totals: Any, n: int) -> dict[str, Any]:
+        return {"of_mean": totals["of_mean"], "mean_of": totals["mean_of"] / n}
+
+
+Report = tuple[list[tuple[np.ndarray, dict[str, np.ndarray]]], dict[str, str]]
+
+
+def train(rank: int, size: int, group: Any, name: str, store: str, shards: list[int]) -> Report:
+    """Two tracked steps; returns the individual gradients of this rank's samples, and the routes."""
+    case, net = CASES[name], architectures.built(name)
+    model: Any = net if group is None else DistributedDataParallel(net, process_group=group, **case.ddp)
+    first, loss_fn, found = sum(shards[:rank]), case.loss_fn(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    chosen = [Moments(), MeanGSNR(), InnerTest(), GradHist1d(range=(-0.5, 0.5), bins=41)]
+    options = {"quantities": chosen, "schedule": every(1), **case.options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        with DistCockpit(model, loss_fn, store=store, **options) as cockpit:
+            for step in range(STEPS):
+                batch = architectures.data(name, step, sum(shards))
+                batch = architectures.part(name, batch, slice(first, first + shards[rank]))
+                torch.manual_seed(10 * step + rank)
+                buffers = {k: b.clone() for k, b in net.named_buffers()}
+                losses, gradients = architectures.individual_gradients(name, net, batch, shards[rank])
+                for k, b in net.named_buffers():
+                    b.data.copy_(buffers[k])
+                found.append((losses.numpy(), {k: g.numpy() for k, g in gradients.items()}))
+                torch.manual_seed(10 * step + rank)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    case.train(cockpit, batch, loss_fn).backward()
+                optimizer.step()
+            routes = {row.parameter: row.route for row in cockpit.coverage()}
+    return found, routes
+
+
+def close(actual: Any, expected: Any, case: architectures.Case) -> None:
+    scale = float(np.abs(expected).max())
+    assert scale > 0 and np.isfinite(expected).all()
+    np.testing.assert_allclose(actual, expected, rtol=case.rtol, atol=case.rtol * 1e-3 * scale)
+
+
+def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict[str, str]:
+    case = CASES[name]
+    if len(shards) == 1 or ranks is None:
+        reports = [train(0, 1, None, name, store, shards)]
+    else:
+        reports = ranks.run(len(shards), train, name, store, shards)
+    run = open_run(store)
+    for step in range(STEPS):
+        parts = [found[step] for found, _ in reports]
+        gradients = {k: np.concatenate([g[k] for _, g in parts]) for k in parts[0][1]}
+        batch = oracle.Batch(np.concatenate([losses for losses, _ in parts]), gradients, {}, {})
+        rows = {group: run[group].sel(step=step) for group in ("moments", "mean_gsnr", "inner_test", "grad_hist_1d")}
+        assert list(rows["moments"]["parameter"].values) == list(gradients)
+        close(rows["moments"]["mean_of"], [(g**2).sum() / batch.n for g in gradients.values()], case)
+        close(rows["moments"]["of_mean"], [(g.mean(0) ** 2).sum() for g in gradients.values()], case)
+        np.testing.assert_allclose(rows["mean_gsnr"]["mean_gsnr"], oracle.mean_gsnr(batch), rtol=10 * case.rtol)
+        np.testing.assert_allclose(rows["inner_test"]["inner_test"], oracle.inner_test(batch), rtol=10 * case.rtol)
+        counts = oracle.grad_hist_1d(batch, oracle.edges(-0.5, 0.5, 41))
+        strays = np.abs(rows["grad_hist_1d"]["counts"].values - counts).sum() / counts.sum()
+        assert strays < 20 * case.rtol, strays
+    return reports[0][1]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_model(ranks: Ranks, tmp_path: Path, name: str, sharding: str) -> None:
+    routes = check(name, ranks, str(tmp_path / "run"), SHARDINGS[sharding])
+    slow = tuple(sorted(p for p, route in routes.items() if route == "slow exact fallback"))
+    assert slow == CASES[name].slow
