@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,111 @@ from torch import Tensor, nn
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.batchnorm import batch_statistics
 from distcockpit.capture import Capture
-from distcockpit.captured import Captured, Loss
+from distcockpit.captured import Captured, ForwardPass, Loss
+from distcockpit.gradients.rules import EMBEDDING
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.replay import replayed
-from distcockpit.trees import tensors
+from distcockpit.trees import map_tensors, tensors
+
+
+def mixed_up_rows(
+    captured: Captured,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    *,
+    constant_statistics: bool,
+) -> set[str]:
+    """The layers whose output rows are not the samples, one each.
+
+    A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
+    Nothing is found where the model returns nothing but its loss.
+
+    Args:
+        captured: A micro-batch of at least two samples.
+        model: The bare module.
+        layers: The layers to look at.
+        axes: Where the batch is.
+        constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
+
+    Raises:
+        ValueError: If the model mixes the samples of a batch.
+    """
+    n, found, mixed = captured.batch_size, set(), False
+    silent = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
+    silent[0], silent[-1] = True, False
+    for forward in captured.passes:
+        if not forward.output_gradients:
+            continue
+        inputs: list[Tensor] = []
+        arguments = map_tensors(partial(_with_gradient, inputs), (forward.args, forward.kwargs))
+        forward = replace(forward, args=arguments[0], kwargs=arguments[1])
+        inputs = [t for t in inputs if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n]
+        with _recaptured(model, forward, layers, axes, n, constant_statistics) as (again, outputs):
+            arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
+            rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
+            starts = [outputs[k] for k in rows]
+            total = torch.autograd.grad(
+                [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
+            )
+            for use in again.uses():
+                use.output_gradients.clear()
+            masked = [_without(silent, g, forward.axes[k] or 0) for k, g in zip(rows, total, strict=True)]
+            leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True) if starts else ()
+        mixed |= any(_reaches(silent, g.movedim(axes.batch_dim, 0)) for g in at_leaves[: len(inputs)] if g is not None)
+        for use in again.uses():
+            if any(len(g) == n and _reaches(silent, g) for g in use.output_gradients.values() if g.dim()):
+                found.add(use.layer.path)
+                mixed |= use.rule is EMBEDDING  # its rows are those of its index
+    if mixed:
+        raise ValueError(
+            f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend on the "
+            "inputs of others, so individual gradients are not defined. Remove what mixes them (statistics, sorting or "
+            "capacities over the batch), or do not track this model."
+        )
+    return found
+
+
+def _with_gradient(made: list[Tensor], tensor: Tensor) -> Tensor:
+    """A detached copy that asks for a gradient where it can, which ``made`` then holds."""
+    if not tensor.is_floating_point():
+        return tensor
+    made.append(tensor.detach().requires_grad_())
+    return made[-1]
+
+
+@contextmanager
+def _recaptured(
+    model: nn.Module,
+    forward: ForwardPass,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    batch_size: int,
+    constant_statistics: bool,
+) -> Generator[tuple[Capture, list[Tensor]], None, None]:
+    """The tensors that the model returns when it is called again, with other layers hooked."""
+    again = Capture(model, layers, Loss(None), axes, batch_size=batch_size)
+    again.start()
+    statistics = batch_statistics(forward, model) if constant_statistics else None
+    try:
+        with torch.enable_grad(), replayed(model, forward, statistics) as output:
+            yield again, tensors(output)
+    finally:
+        again.stop()
+
+
+def _without(silent: Tensor, gradient: Tensor, axis: int) -> Tensor:
+    rows = gradient.clone().movedim(axis, 0)
+    rows[silent.to(gradient.device)] = 0
+    return rows.movedim(0, axis)
+
+
+def _reaches(silent: Tensor, gradient: Tensor) -> bool:
+    """Whether the rows that should be zero are not, by more than rounding."""
+    silent = silent.to(gradient.device)
+    quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
+    return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
 
 
 def differentiated_again(
@@ -46,20 +149,13 @@ def differentiated_again(
     for forward in captured.passes:
         if not forward.output_gradients or not captured.batch_size:
             continue
-        again = Capture(model, layers, Loss(None), axes, batch_size=captured.batch_size)
-        again.start()
-        statistics = batch_statistics(forward, model) if constant_statistics else None
-        try:
-            with torch.enable_grad(), replayed(model, forward, statistics) as output:
-                outputs = tensors(output)
-                gradients = torch.autograd.grad(
-                    [outputs[position] for position in forward.output_gradients],
-                    list(parameters.values()),
-                    [g.to(outputs[position].dtype) for position, g in forward.output_gradients.items()],
-                    allow_unused=True,
-                )
-        finally:
-            again.stop()
+        with _recaptured(model, forward, layers, axes, captured.batch_size, constant_statistics) as (again, outputs):
+            gradients = torch.autograd.grad(
+                [outputs[position] for position in forward.output_gradients],
+                list(parameters.values()),
+                [g.to(outputs[position].dtype) for position, g in forward.output_gradients.items()],
+                allow_unused=True,
+            )
         uses += again.uses()
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:

@@ -36,7 +36,7 @@ class Capture:
         layers: Layers whose calls are kept.
         loss: What is known of the loss from outside.
         axes: Where the batch is.
-        replay: Whether passes will be run again, so that inputs and random state are kept.
+        replay: Whether passes may be run again, so that their random state and buffers are kept.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the first axis of the first tensor.
@@ -137,7 +137,7 @@ class Capture:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
             output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
-        forward.output = output
+        forward.output, forward.axes = output, self._axes.of("", 0, output, forward.batch_size)
         loss = scalar_output(output)
         if self._loss.module is None and loss is not None:
             forward.loss = loss.detach().double()
@@ -147,7 +147,7 @@ class Capture:
                 if tensor.requires_grad:
                     inputs = tensors((args, forward.kwargs))
                     source, view = (tensor, None) if aliased else _owned_memory(tensor, inputs)
-                    self._on_gradient(source, _collector(_adder(forward.output_gradients, position), view))
+                    self._on_gradient(source, _collector(_adder(forward.output_gradients, position), view, copy=False))
         return output
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -249,15 +249,17 @@ class Capture:
         return self._micros[-1]
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
-        def hook(gradient: Tensor) -> None:
-            if self._open:
+        def hook(gradient: Tensor | None) -> None:
+            if self._open and gradient is not None:  # one of several outputs may have none
                 receive(gradient.detach())
 
         self._handles.append(tensor.register_hook(hook))
 
     def _add_parameter_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            dense = gradient.detach().to_dense().double()
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
+            dense = gradient.detach().to_dense().to(torch.float64, copy=True)  # DDP averages the gradient in place
             before = self.parameter_gradients.get(name)
             self.parameter_gradients[name] = dense if before is None else before + dense
 
@@ -318,10 +320,11 @@ def _versions(tree: Any) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors(tree)]
 
 
-def _collector(add: Callable[[Tensor], None], view: View | None) -> Callable[[Tensor], None]:
+def _collector(add: Callable[[Tensor], None], view: View | None, *, copy: bool = True) -> Callable[[Tensor], None]:
     def receive(gradient: Tensor) -> None:
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
+        if copy:  # a parameter's gradient may be a view of this one, and is written to by DDP and by clipping
+            half = gradient.dtype in (torch.float16, torch.bfloat16)
+            gradient = gradient.float() if half else gradient.clone()
         if view is not None:
             gradient = gradient.contiguous().as_strided(*view)
         add(gradient)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.gradients.uses import MicroBatch, Use
+from distcockpit.gradients.uses import Axes, MicroBatch, Use
 from distcockpit.losses import Decomposition, is_decomposable
 from distcockpit.rng import RandomState
 from distcockpit.trees import tensors
@@ -35,6 +35,7 @@ class ForwardPass:
     uses: list[Use] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of each module
     output: Any = None
+    axes: Axes = ()  # where the batch is in each tensor of the output
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     loss: Tensor | None = None  # the scalar output, if there is one
     factor: Tensor | None = None  # gradient that reached it

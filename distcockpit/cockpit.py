@@ -244,7 +244,7 @@ class DistCockpit:
         session = self._session
         if session is None:
             return Coverage()
-        return coverage(session.setup.bare, session.cover, session.unchecked)
+        return coverage(session.setup.bare, session.cover, session.check.unchecked)
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,48 @@ def check_losses(captured: Sequence[Captured]) -> None:
                     f"make {expected:g}. Its mean is not one over their terms: pass loss_fn=None and call "
                     "cockpit.record_losses(losses) with one loss per sample."
                 )
+
+
+@dataclass
+class SelfCheck:
+    """Which parameters are still to be checked.
+
+    With one sample there is nothing to tell apart: what was checked then is checked again when there are more.
+    """
+
+    tracked: Mapping[str, nn.Parameter]
+    unchecked: set[str] = field(init=False)
+    _checked_alone: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.unchecked = set(self.tracked)
+
+    @property
+    def watched(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are needed, by name."""
+        return {name: p for name, p in self.tracked.items() if name in self.unchecked | self._checked_alone}
+
+    def due(self, captured: Sequence[Captured]) -> list[str]:
+        """The parameters to examine in this step: those not checked, and those that were, but differ now."""
+        with_weight = [c for c in captured if c.weight]
+        if not with_weight:
+            return []
+        if any(c.batch_size > 1 for c in with_weight):
+            self.unchecked |= self._checked_alone
+            self._checked_alone = set()
+        odd = [use for c in with_weight for use in c.uses if not use.is_separable]
+        differ = {name for use in odd for name in use.layer.parameters.values()}
+        return [name for name in self.tracked if name in self.unchecked | differ]
+
+    def passed(self, explained: Iterable[str], captured: Sequence[Captured]) -> None:
+        """These are all right."""
+        self.unchecked -= set(explained)
+        if all(c.batch_size < 2 for c in captured):
+            self._checked_alone |= set(explained)
+
+    def failed(self, names: Iterable[str]) -> None:
+        """These take another route now, which is to be checked."""
+        self.unchecked |= set(names)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.recorder import Recorder, Result
 from distcockpit.reduce import HEADER, Layout, Pending, World, pack
+from distcockpit.selfcheck import SelfCheck
 from distcockpit.userlog import UserLog
 from distcockpit.writer import EXIT_SECONDS
 
@@ -86,7 +87,7 @@ class Session:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # what ranks agreed on, by quantity
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     inside: TrackedStep | None = None
-    unchecked: dict[str, nn.Parameter] = field(default_factory=dict)  # whose gradients were not explained yet
+    check: SelfCheck = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
@@ -97,7 +98,7 @@ class Session:
     _unread: dict[str, tuple[Layout, Pending]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.unchecked = dict(self.setup.tracked)
+        self.check = SelfCheck(dict(self.setup.tracked))
         atexit.register(self.close, orderly=False)
 
     def begin(self, tracked: TrackedStep, step: int) -> None:
@@ -167,6 +168,7 @@ class Session:
         """
         self.cover = self.cover.raise_for(unserved)
         self.cover.check(self.setup.slow_routes)
+        self.check.failed(unserved)
 
     def say_what_is_slow(self) -> None:
         """Rank 0 tells, once, which parameters take a slow route, and what it costs."""

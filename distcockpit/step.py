@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distcockpit import curvature
-from distcockpit.again import differentiated_again
+from distcockpit.again import differentiated_again, mixed_up_rows
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.curvature import Curvature
@@ -98,17 +98,16 @@ class TrackedStep:
         gradients = wanted(self._active, "output_gradients")
         norms = {path for path, _ in training_batchnorms(setup.bare)}
         everything = gradients or bool(observers)
-        curvature = wanted(self._active, "curvature") or wanted(self._active, "eigenvalue")
         self._capture = Capture(
             setup.bare,
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             session.axes,
-            replay=bool(session.unchecked) or setup.track_batchnorm or curvature,
+            replay=True,
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
-            watch=session.unchecked,
+            watch=session.check.watched,
         )
         self._capture.start()
 
@@ -161,7 +160,7 @@ class TrackedStep:
                     "individual gradients belong to the parameters of the forward pass."
                 )
         self._check_losses_are_known(captured)
-        if self._session.unchecked and any(c.weight for c in captured):
+        if self._session.check.unchecked and any(c.weight for c in captured):
             check_losses(captured)
         captured = self._served(captured, capture.parameter_gradients)
         check_uses(captured)
@@ -174,19 +173,33 @@ class TrackedStep:
         are not known to be served by their modules, for the parents of these.
         """
         session, setup = self._session, self._setup
-        if constant := bool(training_batchnorms(setup.bare)):
+        constant = bool(training_batchnorms(setup.bare))
+        if constant:
             captured, seen = self._again(captured, constant)
-        while session.unchecked and any(c.weight for c in captured):
-            found = examine(captured, seen, setup.bare, session.cover.scopes, session.unchecked)
-            if not found.unserved:
-                for name in found.explained:
-                    del session.unchecked[name]
+        while names := session.check.due(captured):
+            found = examine(captured, seen, setup.bare, session.cover.scopes, names)
+            unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
+            if not unserved:
+                session.check.passed(found.explained, captured)
                 session.say_what_is_slow()
                 break
-            session.raise_cover(found.unserved)
+            session.raise_cover(unserved)
             captured, seen_again = self._again(captured, constant)
-            seen = seen_again if constant else seen
+            seen = seen_again if constant else {**seen_again, **seen}
         return captured
+
+    def _mixed_up(
+        self, captured: Sequence[Captured], names: Sequence[str], constant: bool
+    ) -> dict[str, tuple[str, list[str]]]:
+        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
+        session, setup = self._session, self._setup
+        many = next((c for c in captured if c.batch_size > 1), None)
+        if many is None or not names:
+            return {}
+        paths = mixed_up_rows(many, setup.bare, session.cover.layers, session.axes, constant_statistics=constant)
+        failing = {name: [path for path in session.cover.scopes[name] if path in paths] for name in names}
+        why = "the rows of the output of its module are not the samples, one each"
+        return {name: (why, scopes) for name, scopes in failing.items() if scopes}
 
     def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
         session, setup = self._session, self._setup

@@ -59,6 +59,7 @@ def train(rank: int, size: int, group: Any, name: str, store: str, shards: list[
     options = {"quantities": chosen, "schedule": every(1), **case.options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # DDP's own
         with DistCockpit(model, loss_fn, store=store, **options) as cockpit:
             for step in range(STEPS):
                 batch = architectures.data(name, step, sum(shards))
@@ -107,8 +108,9 @@ def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict
     return reports[0][1]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, sharding", [(name, k) for name, case in CASES.items() for k in SHARDINGS if case.ranks or k == "one"]
+)
 def test_model(ranks: Ranks, tmp_path: Path, name: str, sharding: str) -> None:
     routes = check(name, ranks, str(tmp_path / "run"), SHARDINGS[sharding])
     slow = tuple(sorted(p for p, route in routes.items() if route == "slow exact fallback"))

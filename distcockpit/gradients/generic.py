@@ -76,8 +76,10 @@ def _set_training(modes: Mapping[Module, bool]) -> None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Detached, and not channels-last: torch 2.13 crashes in the backward of a group norm whose input is, and does not
-    vectorise others."""
+    """Detached, and not channels-last.
+
+    torch 2.13 crashes in the backward of a group norm whose input is, and vectorises no backward of such.
+    """
     tensor = tensor.detach()
     channels_last = tensor.dim() in (4, 5) and not tensor.is_contiguous()
     return tensor.contiguous() if channels_last else tensor
