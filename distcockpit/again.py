@@ -31,7 +31,7 @@ def mixed_up_rows(
     """The layers whose output rows are not the samples, one each.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
-    Nothing is found where the model returns nothing but its loss.
+    Nothing is found where the model returns nothing but its loss, or wrote to its own input.
 
     Args:
         captured: A micro-batch of at least two samples.
@@ -47,7 +47,7 @@ def mixed_up_rows(
     silent = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
     silent[0], silent[-1] = True, False
     for forward in captured.passes:
-        if not forward.output_gradients:
+        if not forward.output_gradients or forward.inputs_changed:
             continue
         inputs: list[Tensor] = []
         arguments = map_tensors(partial(_with_gradient, inputs), (forward.args, forward.kwargs))

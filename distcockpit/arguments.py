@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import __version__, curvature
+from distcockpit import __version__, curvature, hutchinson
+from distcockpit.coverage import Coverage
 from distcockpit.gradients.rules import is_unit
 from distcockpit.gradients.uses import Layer
 from distcockpit.layers import ACTIVATIONS
@@ -248,11 +249,14 @@ def check_needs(
         needs = quantity.needs
         if needs.curvature is not None:
             curvature.check_support(quantity.name, needs.curvature, bare, loss_fn)
-        if needs.eigenvalue is not None and not is_decomposable(loss_fn):
+        if needs.trace is not None:
+            hutchinson.check_support(quantity.name, needs.trace, loss_fn)
+        differentiated = needs.eigenvalue is not None or needs.trace is not None
+        if differentiated and loss_fn is not None and not is_decomposable(loss_fn):
             raise ValueError(
-                f"quantity '{quantity.name}' needs the Hessian, for which the step is run again with a loss module of "
-                f"reduction 'mean' or 'sum', not loss_fn={None if loss_fn is None else type(loss_fn).__name__}. Give "
-                "DistCockpit such a module, or leave the quantity out."
+                f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
+                f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
+                "module, or leave the quantity out."
             )
         if needs.optimizer and optimizer is None:
             raise ValueError(
@@ -261,13 +265,14 @@ def check_needs(
             )
 
 
-def attributes(setup: Setup) -> dict[str, Any]:
+def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
     """Attributes of the store's root that tell what was tracked."""
     return {
         "versions": {"distcockpit": __version__, "torch": torch.__version__},
         "world_size": setup.world.size,
         "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
         "layers": {layer.path: layer.rule.description for layer in setup.layers if layer.parameters},
+        "coverage": table.attributes(),
         "config": {
             "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
             "model": type(setup.bare).__name__,

@@ -41,6 +41,11 @@ class ForwardPass:
     factor: Tensor | None = None  # gradient that reached it
 
     @property
+    def inputs_changed(self) -> bool:
+        """Whether an argument was written to after the pass began, so that it cannot be run again."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    @property
     def went_backward(self) -> bool:
         """Whether any output gradient arrived."""
         return any(use.output_gradients for use in self.uses)

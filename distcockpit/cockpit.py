@@ -144,7 +144,7 @@ class DistCockpit:
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
-                recorder = Recorder(path, mode, groups, facts, attributes(setup), flush_seconds)
+                recorder = Recorder(path, mode, groups, facts, attributes(setup, coverage(bare, cover)), flush_seconds)
                 announce(chosen, groups, str(store), world.size)
         self._session = Session(setup, recorder, BatchAxes(batch_dim), cover)
 
@@ -241,10 +241,7 @@ class DistCockpit:
         Before the first tracked step it says what the kinds of the layers promise; from then on, what was found. Each
         rank may ask; the store holds rank 0's table in the attribute ``coverage``.
         """
-        session = self._session
-        if session is None:
-            return Coverage()
-        return coverage(session.setup.bare, session.cover, session.check.unchecked)
+        return Coverage() if self._session is None else self._session.coverage()
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""

@@ -88,13 +88,13 @@ class Coverage:
         }
 
 
-def coverage(model: nn.Module, cover: Cover, unchecked: Collection[str]) -> Coverage:
+def coverage(model: nn.Module, cover: Cover, unchecked: Collection[str] | None = None) -> Coverage:
     """The table.
 
     Args:
         model: The bare module.
         cover: Which modules serve which parameters.
-        unchecked: The parameters whose gradients were not explained yet.
+        unchecked: The parameters whose gradients were not explained yet; ``None`` for all.
     """
     rules = {layer.path: SLOW if not layer.is_leaf else layer.rule.description for layer in cover.layers}
     routes = []
@@ -107,5 +107,7 @@ def coverage(model: nn.Module, cover: Cover, unchecked: Collection[str]) -> Cove
         kinds = sorted({rules[path] for path in scopes}, key=lambda kind: kind != SLOW)
         route = SLOW if SLOW in kinds else ", ".join(kinds)
         why = cover.why(name) if SLOW in kinds else ""
-        routes.append(Route(name, shape, route, tuple(map(label, scopes)), name not in unchecked, why))
+        routes.append(
+            Route(name, shape, route, tuple(map(label, scopes)), unchecked is not None and name not in unchecked, why)
+        )
     return Coverage(tuple(routes))

@@ -67,7 +67,7 @@ def largest_eigenvalue(
     wanted: LargestEigenvalue,
     world: World,
     model: nn.Module,
-    loss_fn: nn.Module,
+    loss_fn: nn.Module | None,
     parameters: Mapping[str, nn.Parameter],
     captured: Sequence[Captured],
     weight: float,
@@ -79,7 +79,7 @@ def largest_eigenvalue(
         wanted: Which.
         world: The ranks.
         model: The bare module.
-        loss_fn: The loss module.
+        loss_fn: The loss module; ``None`` if the model returns its loss.
         parameters: The Hessian's variables.
         captured: This rank's micro-batches.
         weight: W of all ranks.
@@ -193,7 +193,7 @@ class _SharedProduct:
 @contextmanager
 def _local_products(
     model: nn.Module,
-    loss_fn: nn.Module,
+    loss_fn: nn.Module | None,
     parameters: Mapping[str, nn.Parameter],
     captured: Sequence[Captured],
     weight: float,
@@ -224,21 +224,31 @@ def _local_products(
 
 
 @contextmanager
-def _gradient(
-    model: nn.Module, loss_fn: nn.Module, leaves: Sequence[nn.Parameter], micro: Captured
-) -> Generator[list[Tensor], None, None]:
-    """The gradient of the unscaled loss of a micro-batch, to be differentiated again.
+def twice_differentiable_loss(
+    model: nn.Module, loss_fn: nn.Module | None, micro: Captured
+) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
+    """The unscaled loss of a micro-batch, and the outputs that it was computed from, in a graph to differentiate twice.
 
-    Attention takes the kernel that has a second derivative, and so do recurrent layers.
+    Attention takes the kernel that has a second derivative, and so do recurrent layers. Batch norms in training mode
+    hold the statistics of the batch as constants.
     """
     statistics = batch_statistics(micro.passes[0], model)
     with (
         sdpa_kernel(SDPBackend.MATH),
         _without_cudnn(),
-        replayed_loss(model, loss_fn, micro, statistics) as (loss, _),
+        replayed_loss(model, loss_fn, micro, statistics) as (loss, outputs),
     ):
+        yield loss, outputs
+
+
+@contextmanager
+def _gradient(
+    model: nn.Module, loss_fn: nn.Module | None, leaves: Sequence[nn.Parameter], micro: Captured
+) -> Generator[list[Tensor], None, None]:
+    """The gradient of the unscaled loss of a micro-batch, to be differentiated again."""
+    with twice_differentiable_loss(model, loss_fn, micro) as (loss, _):
         gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
-        _check_twice_differentiable(gradient)
+        check_twice_differentiable(gradient)
         yield gradient
 
 
@@ -253,7 +263,7 @@ def _without_cudnn() -> Generator[None, None, None]:
         torch.backends.cudnn.enabled = before
 
 
-def _check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
+def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
     """Whether a function without a second derivative took part.
 
     torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs it, since

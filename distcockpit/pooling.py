@@ -21,11 +21,20 @@ from distcockpit.gradients.statistics import GradientSum, Projection, SquaredNor
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
+from distcockpit.hutchinson import TraceEstimate
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, Shard, Update
 from distcockpit.session import Session, Setup
 
 SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
+
+
+@dataclass(frozen=True)
+class LocalCurvature:
+    """Curvature of the sum over this rank's micro-batches of w L."""
+
+    diagonals: Mapping[Curvature, Mapping[str, Tensor]]
+    traces: Mapping[TraceEstimate, Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ def look(
     captured: Sequence[Captured],
     active: Sequence[Quantity],
     update: Update | None,
-    curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+    curvatures: LocalCurvature,
     forward_seconds: float,
 ) -> dict[str, LocalBatch]:
     """What each of the active quantities sees, by name.
@@ -127,7 +136,7 @@ def look(
         captured: The micro-batches.
         active: The quantities of this step.
         update: The update that ended at this step.
-        curvatures: The sums over this rank's micro-batches of w h.
+        curvatures: Those of this rank's micro-batches.
         forward_seconds: Time in the model's forward.
 
     Raises:
@@ -148,7 +157,7 @@ def _look(
     captured: Sequence[Captured],
     active: Sequence[Quantity],
     update: Update | None,
-    curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+    curvatures: LocalCurvature,
     forward_seconds: float,
     exchanges: Exchanges,
 ) -> dict[str, LocalBatch]:
@@ -157,7 +166,8 @@ def _look(
     losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
     parameters = {name: p.detach() for name, p in setup.tracked.items()}
     every_parameter = {name: p.detach() for name, p in setup.bare.named_parameters()}
-    curvature = {k: {n: h / (pool.weight or 1.0) for n, h in hs.items()} for k, hs in curvatures.items()}
+    weight = pool.weight or 1.0
+    curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     sums = GradientSum(parameters) if SUMS in exchanges.kinds else None
@@ -209,6 +219,7 @@ def _look(
         output_gradients=_output_gradients(batches, setup.facts.leaves),
         backward=_backward(batches, setup.facts.layers),
         curvature=curvature,
+        traces={kind: forms / weight for kind, forms in curvatures.traces.items()},
         eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
         update=None,
         learning_rates=setup.learning_rates(),
@@ -232,7 +243,6 @@ def _eigenvalues(
 ) -> dict[LargestEigenvalue, Eigenvalue]:
     result = {}
     for kind in exchanges.eigenvalues:
-        assert setup.loss_fn is not None  # checked at construction
         result[kind] = largest_eigenvalue(
             kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight, exchanges.confirm
         )

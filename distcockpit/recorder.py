@@ -97,6 +97,15 @@ class Recorder:
         if entries:
             self._writer.submit(lambda store: self._record_logs(store, entries))
 
+    def describe(self, attributes: Mapping[str, Any]) -> None:
+        """Exchange attributes of the store's root."""
+
+        def job(store: RunStore) -> bool:
+            store.describe(attributes)
+            return True
+
+        self._writer.submit(job)
+
     def flush(self) -> None:
         """Wait until all is committed."""
         self._writer.flush()

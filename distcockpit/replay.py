@@ -38,7 +38,7 @@ def replayed(
     frozen = {path: m for path, m in training_batchnorms(model) if batch_statistics and path in batch_statistics}
     training = {path: module.training for path, module in frozen.items()}
     inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
-    if any(tensor._version != version for tensor, version in forward.versions):
+    if forward.inputs_changed:
         raise RuntimeError(
             "The model's input was overwritten, by the model itself or before `track` ended, so the step cannot be run "
             "again, which curvature, track_batchnorm=True and layers that need a slow route do. Work on a copy of it "

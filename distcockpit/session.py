@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.clock import Clock
 from distcockpit.cover import Cover
+from distcockpit.coverage import Coverage, coverage
 from distcockpit.gradients.uses import Layer
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -170,10 +171,16 @@ class Session:
         self.cover.check(self.setup.slow_routes)
         self.check.failed(unserved)
 
-    def say_what_is_slow(self) -> None:
-        """Rank 0 tells, once, which parameters take a slow route, and what it costs."""
-        slow = self.cover.slow
-        if slow and self.recorder is not None:
+    def coverage(self) -> Coverage:
+        """How each parameter is tracked."""
+        return coverage(self.setup.bare, self.cover, self.check.unchecked)
+
+    def tell_coverage(self) -> None:
+        """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""
+        if self.recorder is None:
+            return
+        self.recorder.describe({"coverage": self.coverage().attributes()})
+        if slow := self.cover.slow:
             examples = [f"'{name}' by {module}" for name, module in list(slow.items())[:3]]
             self.say_once(
                 "slow",

@@ -14,10 +14,10 @@ from distcockpit import curvature
 from distcockpit.again import differentiated_again, mixed_up_rows
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
-from distcockpit.curvature import Curvature
 from distcockpit.gradients.uses import MicroBatch
+from distcockpit.hutchinson import quadratic_forms
 from distcockpit.layers import check_batchnorm, training_batchnorms
-from distcockpit.pooling import Pool, look, observed, wanted
+from distcockpit.pooling import LocalCurvature, Pool, look, observed, wanted
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
@@ -181,7 +181,8 @@ class TrackedStep:
             unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
             if not unserved:
                 session.check.passed(found.explained, captured)
-                session.say_what_is_slow()
+                if found.explained:
+                    session.tell_coverage()
                 break
             session.raise_cover(unserved)
             captured, seen_again = self._again(captured, constant)
@@ -231,7 +232,7 @@ class TrackedStep:
         self,
         captured: Sequence[Captured],
         pool: Pool,
-        curvatures: Mapping[Curvature, Mapping[str, Tensor]],
+        curvatures: LocalCurvature,
         riding: Mapping[str, Tensor],
         forward_seconds: float,
     ) -> None:
@@ -269,12 +270,17 @@ class TrackedStep:
             displaced = [q for q in starting if q.needs.displacement]
             session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
 
-    def _curvatures(self, captured: Sequence[Captured]) -> dict[Curvature, dict[str, Tensor]]:
-        """Each diagonal that is asked for: the sum over this rank's micro-batches of w h."""
-        setup, result = self._setup, {}
+    def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
+        """Each diagonal and each estimate that is asked for."""
+        setup = self._setup
+        diagonals, traces = {}, {}
         for kind in dict.fromkeys(q.needs.curvature for q in self._active):
             if kind is not None:
                 seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
                 assert setup.loss_fn is not None  # checked at construction
-                result[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
-        return result
+                diagonals[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
+        for estimate in dict.fromkeys(q.needs.trace for q in self._active):
+            if estimate is not None:
+                seed = digest(estimate.seed, self._step)
+                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+        return LocalCurvature(diagonals, traces)

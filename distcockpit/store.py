@@ -243,6 +243,10 @@ class RunStore:
         self._last_step = max(self._last_step, step)
         return any(full)
 
+    def describe(self, attributes: Mapping[str, Any]) -> None:
+        """Exchange attributes of the root; they are stored at the next commit."""
+        self._attributes = {**self._attributes, **attributes}
+
     def commit(self, state: str = "running") -> None:
         """Make all rows durable: chunks, arrays, groups, and last the root.
 

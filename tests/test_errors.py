@@ -52,6 +52,17 @@ class InPlace(Functional):
         return self.second(torch.relu_(self.first(x)))
 
 
+class Direct(nn.Module):
+    """Has a parameter and a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
 CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]] = {
     "no trainable parameters": (lambda p: construct(p, frozen()), ValueError, ["Sequential", "requires_grad"]),
     "no module": (lambda p: construct(p, lambda x: x), TypeError, ["model=", "torch.nn.Module"]),
@@ -71,11 +82,24 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ValueError,
         ["'hess_trace'", "'0'", "Embedding", "diag_h", "another curvature"],
     ),
-    "sparse embedding": (
-        lambda p: construct(p, nn.Sequential(nn.Embedding(3, 3, sparse=True))),
+    "embedding that writes to its weight": (
+        lambda p: construct(p, nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))),
         ValueError,
-        ["'0'", "Embedding", "sparse=False", "exclude=['0']"],
+        ["'0'", "Embedding", "max_norm=1.0", "exclude=['0']"],
     ),
+    "embedding that counts over the batch": (
+        lambda p: construct(p, nn.Sequential(nn.EmbeddingBag(3, 3, scale_grad_by_freq=True))),
+        ValueError,
+        ["'0'", "EmbeddingBag", "scale_grad_by_freq=True", "exclude=['0']"],
+    ),
+    "slow route that is not wanted": (
+        lambda p: construct(p, Direct(), fallback="error"),
+        ValueError,
+        ["fallback='error'", "'scale'", "Direct", "fallback='warn'", "modules of its own"],
+    ),
+    "fallback": (lambda p: construct(p, fallback="slow"), ValueError, ["fallback='slow'", "warn", "error"]),
+    "batch_dim": (lambda p: construct(p, batch_dim=-1), ValueError, ["batch_dim=-1", "from the front"]),
+    "kind of batch_dim": (lambda p: construct(p, batch_dim="0"), TypeError, ["batch_dim='0'", "integer"]),
     "curvature with class weights": (
         lambda p: construct(p, loss_fn=CE(weight=torch.ones(5)), quantities=[HessTrace()]),
         ValueError,
@@ -265,6 +289,10 @@ def functional(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: An
     nn.functional.cross_entropy(net(x), y).backward()
 
 
+def scalar(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: Any) -> None:
+    net(x).backward()
+
+
 def functional_twice(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: Any) -> None:
     functional(cockpit, net, x, y, loss_fn)
     functional(cockpit, net, x, y, loss_fn)
@@ -289,6 +317,17 @@ class OwnReduction(nn.Module):
 
 
 class Hole(nn.Module):
+    """Uses a child's weight without calling the child, and returns nothing but its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.sigmoid(x @ self.used.weight)).square().mean()
+
+
+class Borrowed(nn.Module):
     """Uses a child's weight without calling the child."""
 
     def __init__(self) -> None:
@@ -299,13 +338,17 @@ class Hole(nn.Module):
         return self.head(torch.sigmoid(x @ self.used.weight))
 
 
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
+class Mixer(nn.Module):
+    """Normalises over the batch by itself."""
+
+    def __init__(self, embed: bool) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(1, 4), nn.Linear(4, 5)
+        self.first = nn.Embedding(7, 12) if embed else nn.Linear(12, 12)
+        self.head = nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x.T.unsqueeze(2)).mean(0))
+        z = self.first(x.long().remainder(7)).mean(1) if isinstance(self.first, nn.Embedding) else self.first(x)
+        return self.head((z - z.mean(0)) / z.std(0))
 
 
 first_order = [MeanGSNR()]
@@ -324,8 +367,15 @@ STEPS: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
     "mean that is none": (plain, OwnReduction(), {}, ["loss is", "record_losses"]),
     "weight of a mean": (plain, CE(), {"track": {"weight": 3}}, ["weight=3", "Leave weight out"]),
     "weight of two": (functional_twice, None, {"track": {"weight": 3}}, ["weight=3", "2 micro-batches"]),
-    "hole": (plain, CE(), {"model": Hole()}, ["'used.weight'", "Linear", "exclude=['used']"]),
-    "batch not first": (plain, CE(), {"model": SequenceFirst()}, ["'embed'", "(12, 24, 4)", "exclude=['embed']"]),
+    "hole": (scalar, None, {"model": Hole()}, ["'used.weight'", "Linear", "used elsewhere", "exclude=['used']"]),
+    "slow route that is not wanted": (
+        plain,
+        CE(),
+        {"model": Borrowed(), "fallback": "error"},
+        ["'used.weight'", "used elsewhere", "fallback='warn'", "exclude=['used']"],
+    ),
+    "samples that are mixed": (plain, CE(), {"model": Mixer(False)}, ["mixes the samples", "Mixer"]),
+    "tokens that are mixed": (plain, CE(), {"model": Mixer(True)}, ["mixes the samples", "Mixer"]),
     "curvature of a functional activation": (
         plain,
         CE(),

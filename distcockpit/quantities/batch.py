@@ -14,6 +14,7 @@ from torch import Tensor
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue
+from distcockpit.hutchinson import TraceEstimate
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Needs:
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
         curvature: A diagonal of the curvature.
         pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
+        trace: Estimates of traces of the curvature.
         eigenvalue: An eigenvalue of the pooled Hessian.
         outputs: Outputs of the leaf modules, by way of :meth:`Quantity.observe`.
         output_sizes: Sums whose length depends on outputs, by way of :meth:`Quantity.sizes`.
@@ -47,6 +49,7 @@ class Needs:
     squared_gradients: bool = False
     curvature: Curvature | None = None
     pooled_curvature: bool = False
+    trace: TraceEstimate | None = None
     eigenvalue: LargestEigenvalue | None = None
     outputs: bool = False
     output_sizes: bool = False
@@ -158,6 +161,7 @@ ASKED_FOR = {
     "observed": ("outputs",),
     "output_gradients": ("output_gradients",),
     "curvature": ("curvature",),
+    "traces": ("trace",),
     "eigenvalues": ("eigenvalue",),
     "initial": ("initial",),
     "learning_rates": ("optimizer",),
@@ -194,6 +198,7 @@ class LocalBatch:
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
     backward: Sequence[tuple[str, Tensor]]  # gradients at outputs of layers with parameters, as the backward met them
     curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
+    traces: Mapping[TraceEstimate, Tensor]  # this rank's part of the pooled estimates, float64 [samples, parameters]
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
     update: Update | None
     learning_rates: Sequence[float | Tensor]

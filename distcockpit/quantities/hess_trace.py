@@ -5,70 +5,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
+import numpy as np
 
-from distcockpit.curvature import KINDS, Curvature
-from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.base import Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model
+from distcockpit.quantities.curved import OfTraces
 from distcockpit.schema import Field, Group, Row
 
 
-def checked_curvature(owner: str, curvature: str, mc_samples: int, seed: int) -> Curvature:
-    """The diagonal that a quantity's options describe.
-
-    Raises:
-        ValueError: If one breaks its rule.
-    """
-    if curvature not in KINDS:
-        raise ValueError(f"{owner}(curvature={curvature!r}): must be one of {list(KINDS)}.")
-    if mc_samples < 1:
-        raise ValueError(f"{owner}(mc_samples={mc_samples!r}): must be at least 1.")
-    return Curvature(curvature, mc_samples, seed)
-
-
 @dataclass(frozen=True, kw_only=True)
-class HessTrace(Quantity):
+class HessTrace(OfTraces):
     r"""Trace of the curvature of the pooled loss, per parameter: $\sum_r (w_r/W)\,\mathrm{tr}\,h_r$.
 
     Dangel et al. 2020, "BackPACK: Packing more into Backprop", arXiv:1912.10985; as in Schneider et al. 2021,
     arXiv:2102.06604. In units of loss per squared parameter. NaN for N = 0.
 
-    Args:
-        curvature: ``"diag_h"``: the Hessian; ``"diag_ggn_exact"``: the generalised Gauss-Newton matrix;
-            ``"diag_ggn_mc"``: its Monte-Carlo estimate, with draws that differ between ranks.
-        mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
-        seed: Base of the seeds of these draws. The global random state stays as it was.
-    """
+    The estimates are Hutchinson's (1990, doi:10.1080/03610919008812866): the mean over random vectors v of
+    $v_p^\top (C v)_p$ for each parameter p, with its standard error, which is NaN for a single vector. All ranks draw
+    the same vectors, so that the row does not depend on how samples are spread over ranks.
 
-    curvature: str = "diag_h"
-    mc_samples: int = 1
-    seed: int = 0
+    Args:
+        curvature: BackPACK's diagonals, for chains of modules that it knows: ``"diag_h"``, the Hessian;
+            ``"diag_ggn_exact"``, the generalised Gauss-Newton matrix (GGN); ``"diag_ggn_mc"``, its Monte-Carlo
+            estimate, with draws that differ between ranks. Estimates, for any model that can be differentiated twice:
+            ``"hutchinson"`` of the Hessian, ``"hutchinson_ggn"`` of the GGN.
+        mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
+        samples: Random vectors for the estimates, at least 1; each costs a product with the matrix.
+        seed: Base of the seeds of draws and vectors. The global random state stays as it was.
+    """
 
     source: ClassVar[str] = "Dangel et al. 2020, arXiv:1912.10985; Schneider et al. 2021, arXiv:2102.06604"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._kind  # noqa: B018 - checks the arguments
-
-    @property
-    def _kind(self) -> Curvature:
-        return checked_curvature(type(self).__name__, self.curvature, self.mc_samples, self.seed)
-
-    @property
-    def needs(self) -> Needs:
-        """The diagonal."""
-        return Needs(curvature=self._kind)
-
     def group(self, model: Model) -> Group:
-        """A trace per parameter."""
-        field = Field(("parameter",), "curvature trace", "loss / parameter^2", f"trace of {self.curvature}")
-        return Group({"trace": field}, {"parameter": model.parameters})
+        """A trace per parameter, and their sum; of an estimate also the standard errors."""
+        units, matrix = "loss / parameter^2", f"trace of {self.curvature}"
+        fields = {
+            "trace": Field(("parameter",), "curvature trace", units, matrix),
+            "total": Field((), "curvature trace of all parameters", units, matrix),
+        }
+        if self.estimate is not None:
+            text = f"of the mean over {self.samples} random vectors"
+            fields["standard_error"] = Field(("parameter",), "standard error of the trace", units, text)
+            fields["total_standard_error"] = Field((), "standard error of the total", units, text)
+        return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """This rank's part of the traces."""
-        diagonal = batch.curvature[self._kind]
-        return {"trace": torch.stack([diagonal[name].sum() for name in batch.parameters])}
+        """This rank's part of the traces, by draw."""
+        return {"traces": self.traces(batch)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
-        """The traces."""
-        return {"trace": totals["trace"] if n else float("nan")}
+        """The means over draws, and their standard errors."""
+        draws = totals["traces"] if n else np.full_like(totals["traces"], np.nan)
+        row = {"trace": draws.mean(0), "total": draws.sum(1).mean()}
+        if self.estimate is not None:
+            row["standard_error"] = _standard_error(draws)
+            row["total_standard_error"] = _standard_error(draws.sum(1))
+        return row
+
+
+def _standard_error(draws: np.ndarray) -> np.ndarray:
+    """Of the mean over the first axis; NaN for a single draw."""
+    if len(draws) < 2:
+        return np.full(draws.shape[1:], np.nan)
+    return draws.std(0, ddof=1) / np.sqrt(len(draws))

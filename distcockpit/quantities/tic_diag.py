@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from distcockpit.curvature import Curvature
-from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.base import Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
-from distcockpit.quantities.hess_trace import checked_curvature
+from distcockpit.quantities.curved import OfCurvature
 from distcockpit.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class TICDiag(Quantity):
+class TICDiag(OfCurvature):
     r"""Takeuchi information criterion from the diagonals of gradient second moment and curvature.
 
     $$\sum_d \frac{s_d / N}{h_d + \epsilon}, \qquad s_d = \sum_i g_{i,d}^2$$
@@ -33,25 +32,14 @@ class TICDiag(Quantity):
         epsilon: Added to the curvature.
     """
 
-    curvature: str = "diag_h"
-    mc_samples: int = 1
-    seed: int = 0
     epsilon: float = 1e-7
 
     source: ClassVar[str] = "Thomas et al. 2019, arXiv:1906.07774"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._kind  # noqa: B018 - checks the arguments
-
-    @property
-    def _kind(self) -> Curvature:
-        return checked_curvature(type(self).__name__, self.curvature, self.mc_samples, self.seed)
-
     @property
     def needs(self) -> Needs:
         """The pooled sums of g_i^2, and the pooled diagonal."""
-        return Needs(squared_gradients=True, curvature=self._kind, pooled_curvature=True)
+        return Needs(squared_gradients=True, curvature=self.diagonal, pooled_curvature=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""
@@ -60,7 +48,7 @@ class TICDiag(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The sum over this rank's range of elements."""
-        curvature = batch.shard.curvature[self._kind]
+        curvature = batch.shard.curvature[self.diagonal]
         return {"sum": (batch.shard.squares / batch.n / (curvature + self.epsilon)).sum()}
 
     def finalize(self, totals: Totals, n: int) -> Row:
