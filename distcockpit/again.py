@@ -57,6 +57,8 @@ def mixed_up_rows(
             arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
             rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
             starts = [outputs[k] for k in rows]
+            if not starts:
+                continue
             total = torch.autograd.grad(
                 [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
             )
@@ -64,7 +66,7 @@ def mixed_up_rows(
                 use.output_gradients.clear()
             masked = [_without(silent, g, forward.axes[k] or 0) for k, g in zip(rows, total, strict=True)]
             leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
-            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True) if starts else ()
+            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True)
         mixed |= any(_reaches(silent, g.movedim(axes.batch_dim, 0)) for g in at_leaves[: len(inputs)] if g is not None)
         for use in again.uses():
             if any(len(g) == n and _reaches(silent, g) for g in use.output_gradients.values() if g.dim()):

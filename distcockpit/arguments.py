@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import __version__, curvature, hutchinson
+from distcockpit import __version__, hutchinson
 from distcockpit.coverage import Coverage
+from distcockpit.curvature import Diagonals
 from distcockpit.gradients.rules import is_unit
 from distcockpit.gradients.uses import Layer
 from distcockpit.layers import ACTIVATIONS
@@ -240,7 +241,7 @@ def check_needs(
     loss_fn: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Whether there is what the quantities need. For curvature, raises as ``curvature.check_support``.
+    """Whether there is what the quantities need. For curvature, raises as ``Diagonals.check_support``.
 
     Raises:
         ValueError: If the loss module or the optimizer is missing.
@@ -248,7 +249,7 @@ def check_needs(
     for quantity in quantities:
         needs = quantity.needs
         if needs.curvature is not None:
-            curvature.check_support(quantity.name, needs.curvature, bare, loss_fn)
+            Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
         if needs.trace is not None:
             hutchinson.check_support(quantity.name, needs.trace, loss_fn)
         differentiated = needs.eigenvalue is not None or needs.trace is not None

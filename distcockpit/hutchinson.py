@@ -108,14 +108,14 @@ Vector = Sequence[Tensor]
 Product = Callable[[Vector], Vector]
 
 
-def _hessian(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
+def hessian_product(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
     """Differentiates the gradient once more (Pearlmutter 1994)."""
     gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
     check_twice_differentiable(gradient)
     return lambda vector: _pull_back(gradient, leaves, vector)
 
 
-def _gauss_newton(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
+def gauss_newton_product(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
     """``J^T H J`` with the Jacobian J of the model's outputs and the Hessian H of the loss in them (Schraudolph 2002).
 
     ``J v`` is the derivative of ``u -> J^T u``, which is linear, in direction v.
@@ -133,7 +133,7 @@ def _gauss_newton(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
     return product
 
 
-_PRODUCTS = {"hutchinson": _hessian, "hutchinson_ggn": _gauss_newton}
+_PRODUCTS = {"hutchinson": hessian_product, "hutchinson_ggn": gauss_newton_product}
 
 
 def _pull_back(values: Vector, leaves: Vector, vector: Vector) -> Vector:

@@ -18,6 +18,7 @@ from distcockpit.batch_axes import BatchAxes
 from distcockpit.clock import Clock
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
+from distcockpit.curvature import Diagonals
 from distcockpit.gradients.uses import Layer
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -89,6 +90,7 @@ class Session:
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     inside: TrackedStep | None = None
     check: SelfCheck = field(init=False)
+    diagonals: Diagonals = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
@@ -100,6 +102,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.check = SelfCheck(dict(self.setup.tracked))
+        self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
         atexit.register(self.close, orderly=False)
 
     def begin(self, tracked: TrackedStep, step: int) -> None:

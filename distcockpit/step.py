@@ -10,7 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from distcockpit import curvature
 from distcockpit.again import differentiated_again, mixed_up_rows
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
@@ -277,8 +276,7 @@ class TrackedStep:
         for kind in dict.fromkeys(q.needs.curvature for q in self._active):
             if kind is not None:
                 seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
-                assert setup.loss_fn is not None  # checked at construction
-                diagonals[kind] = curvature.diagonal(kind, setup.bare, setup.loss_fn, captured, seeds)
+                diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
         for estimate in dict.fromkeys(q.needs.trace for q in self._active):
             if estimate is not None:
                 seed = digest(estimate.seed, self._step)

@@ -305,3 +305,46 @@ def test_outputs_of_which_only_some_begin_with_the_batch(
         assert np.isnan(value)
     health = run["rank_health"].to_dataset().sel(step=1)
     assert meaning(health["first_nonfinite_output"])[0] == "act2"  # without a batch axis; b is left out
+
+
+class Skips(nn.Module):
+    """Sums, a scaling and a transposition between modules: BackPACK needs its converter for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+        self.one, self.two = nn.Tanh(), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.second(self.one(self.first(x))) + x
+        return self.head(self.two(z) + 0.5 * z)
+
+
+class Functional(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.sin(self.second(self.first(x))) + self.two(x))
+
+
+def test_the_converter_makes_models_with_skips_fit(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    net, loss_fn = Skips(), nn.CrossEntropyLoss()
+    names, (x, y) = [name for name, _ in net.named_modules()], cases.data("mlp", "mean", 0)
+    chosen = [q.HessTrace(curvature="diag_ggn_exact"), q.HessTrace(curvature="diag_ggn_mc", mc_samples=500, name="mc")]
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(2):
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+    exact = [d.sum() for d in oracle.ggn_diagonal(net, net.state_dict(), loss_fn, x, y).values()]
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["hess_trace"]["trace"], [exact, exact], rtol=1e-4)
+    np.testing.assert_allclose(run["mc"]["trace"], [exact, exact], rtol=0.2)
+    assert [name for name, _ in net.named_modules()] == names  # the converter worked on a copy
+    assert all(not m._forward_hooks and not m._backward_hooks for m in net.modules())
+
+
+def test_what_the_converter_cannot_do_is_said(tmp_path: Path) -> None:
+    net, loss_fn = Functional(), nn.CrossEntropyLoss()
+    chosen, (x, y) = [q.HessTrace(curvature="diag_ggn_exact")], cases.data("mlp", "mean", 0)
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))
+    with pytest.raises(RuntimeError, match="between 'second' and 'two'.*hutchinson_ggn"), cockpit.track(0):
+        loss_fn(cockpit(x), y).backward()
