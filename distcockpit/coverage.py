@@ -74,7 +74,10 @@ class Coverage:
         return pd.DataFrame(rows, columns=list(Route.__dataclass_fields__)).set_index("parameter")
 
     def __str__(self) -> str:
-        return self.to_dataframe().to_string()
+        frame = self.to_dataframe().reset_index().astype(str)
+        widths = {name: max([len(name), *frame[name].str.len()]) for name in frame}
+        left = {name.ljust(width): frame[name].str.ljust(width) for name, width in widths.items()}
+        return "\n".join(line.rstrip() for line in type(frame)(left).to_string(index=False).splitlines())
 
     __repr__ = __str__
 

@@ -115,7 +115,7 @@ def draw_tests(axes: Axes, run: xr.DataTree) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(title="noise of the batch: above 1 it exceeds the gradient", xlabel="step", yscale="log")
     axes.set_ylabel("relative standard error of G")
-    axes.legend(loc="upper left")
+    axes.legend()
 
 
 def draw_noise_scale(axes: Axes, data: xr.DataTree) -> None:
@@ -124,7 +124,7 @@ def draw_noise_scale(axes: Axes, data: xr.DataTree) -> None:
     axes.plot(data["step"], noise / signal.where(signal > 0), color="tab:purple", label=f"mean of {window} rows each")
     axes.plot(data["step"], data["batch_size"], color="black", linewidth=0.8, label="batch size")
     axes.set(title="gradient noise scale", xlabel="step", ylabel="noise / signal [samples]", yscale="log")
-    axes.legend(loc="upper left")
+    axes.legend()
 
 
 def draw_ranks(axes: Axes, data: xr.DataTree) -> None:
@@ -148,7 +148,8 @@ def draw_eigenvalue(axes: Axes, run: xr.DataTree) -> None:
 def draw_lengths(axes: Axes, run: xr.DataTree) -> None:
     for name, label in (("distance", "from the start"), ("update_size", "of one step")):
         if name in run.children:
-            axes.semilogy(run[name]["step"], run[name]["total"], label=label)
+            total = run[name]["total"]
+            axes.semilogy(total["step"], total.where(total > 0), label=label)
     axes.set(title="how far the parameters went", xlabel="step", ylabel="distance [parameter]")
     axes.legend()
 

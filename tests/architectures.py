@@ -788,3 +788,22 @@ def hold_batch_statistics(name: str, model: nn.Module, batch: Batch) -> None:
         handle.remove()
         module.eval()
         module.running_mean, module.running_var = module.held
+
+
+def table() -> str:
+    """What works, as the README shows it: one row per group of cases."""
+    rows = ["| what | tested | slow exact route for |", "|---|---|---|"]
+    for group in dict.fromkeys(case.group for case in CASES.values()):
+        cases = {name: case for name, case in CASES.items() if case.group == group}
+        tested = "; ".join(name if case.ranks else f"{name} (one process only)" for name, case in cases.items())
+        slow = "; ".join(
+            f"{name} ({len(case.slow)} of {len(list(built(name).parameters()))} parameters)"
+            for name, case in cases.items()
+            if case.slow
+        )
+        rows.append(f"| {group} | {tested} | {slow or 'none'} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

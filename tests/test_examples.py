@@ -66,6 +66,18 @@ def test_custom_quantity(tmp_path: Path) -> None:
     assert "of 20" in run(sys.executable, "examples/custom_quantity.py", "--store", str(tmp_path / "alone.zarr"))
 
 
+def test_gpt2_on_four_ranks(tmp_path: Path) -> None:
+    store = str(tmp_path / "gpt2.zarr")
+    said = run("torchrun", "--nproc_per_node=4", "examples/gpt2.py", "--store", store, "--steps", "22")
+    assert "transformer.wpe.weight" in said and "slow exact fallback" in said and "on 4 ranks" in said
+    tree = open_run(store)
+    assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
+    assert list(tree["loss"]["step"].values) == [0, 10, 20] and (np.diff(tree["loss"]["loss"]) < 0).all()
+    assert tree.attrs["coverage"]["transformer.wpe.weight"]["route"] == "slow exact fallback"
+    run(sys.executable, "examples/read_run.py", store)
+    assert (tmp_path / "gpt2.png").stat().st_size > 20_000
+
+
 @pytest.mark.parametrize("preset", ["full", "layers"])
 def test_digits_with_every_preset(tmp_path: Path, preset: str) -> None:
     store = str(tmp_path / "digits.zarr")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import CASES
 from ranks import Ranks
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
@@ -115,3 +116,107 @@ def test_model(ranks: Ranks, tmp_path: Path, name: str, sharding: str) -> None:
     routes = check(name, ranks, str(tmp_path / "run"), SHARDINGS[sharding])
     slow = tuple(sorted(p for p, route in routes.items() if route == "slow exact fallback"))
     assert slow == CASES[name].slow
+
+
+def test_the_readme_says_what_works() -> None:
+    """Made by `python tests/architectures.py`."""
+    assert architectures.table() in (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_coverage(tmp_path: Path) -> None:
+    net = nn.Sequential(architectures.ClassToken(), nn.Flatten(), nn.Linear(24, 7), nn.Linear(7, 5), nn.Conv1d(1, 1, 1))
+    net[2].bias.requires_grad_(False)
+    loss_fn, x, y = nn.CrossEntropyLoss(), torch.randn(6, 4, 6), torch.arange(6) % 5
+    net.forward = lambda x: net[4](net[3](net[2](net[1](net[0](x))))[:, None])[:, 0]
+    options = {"quantities": [MeanGSNR()], "schedule": every(1), "exclude": ["3"]}
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        before = cockpit.coverage()
+        assert before["0.scale"].route == "slow exact fallback" and not any(row.checked for row in before)
+        with cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+        after = cockpit.coverage()
+    routes = {row.parameter: row.route for row in after}
+    assert routes == {
+        "0.token": "slow exact fallback",
+        "0.positions": "slow exact fallback",
+        "0.scale": "slow exact fallback",
+        "0.mix.weight": "closed form",
+        "0.mix.bias": "closed form",
+        "2.weight": "closed form",
+        "2.bias": "not tracked",
+        "3.weight": "not tracked",
+        "3.bias": "not tracked",
+        "4.weight": "BackPACK blocks",
+        "4.bias": "BackPACK blocks",
+    }
+    assert after["2.bias"].why == "frozen: requires_grad is False" and after["3.bias"].why.startswith("left out")
+    assert after["0.scale"].layers == ("0",) and "modules of its own" in after["0.scale"].why
+    assert all(row.checked == (row.route != "not tracked") for row in after)
+    text = str(after).splitlines()
+    assert len(text) == 1 + len(after) and text[1].split()[:2] == ["0.token", "1x1x6"]
+    assert list(after.to_dataframe().index) == list(routes)
+    assert open_run(tmp_path / "run").attrs["coverage"] == {
+        row.parameter: {"route": row.route, "layers": list(row.layers), "checked": row.checked, "why": row.why}
+        for row in after
+    }
+    with pytest.raises(KeyError, match="no parameter 'nothing'"):
+        after["nothing"]
+
+
+def test_the_notice_of_a_slow_route(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, loss_fn = architectures.built("positions [T]"), nn.CrossEntropyLoss()
+    batch = architectures.data("positions [T]", 0, 6)
+    options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        for step in range(2):
+            with cockpit.track(step):
+                loss_fn(cockpit(batch["x"]), batch["y"]).backward()
+    (notice,) = [r.getMessage() for r in caplog.records if "slow" in r.getMessage()]
+    for words in ("3 of 6 parameters", "one backward pass per sample", "'body.0' (Positions)", "fallback='error'"):
+        assert words in notice
+
+
+class OneSize(nn.Module):
+    """Cannot be called with another number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.head = nn.Embedding(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == 6
+        return self.head((x + self.positions(torch.arange(6))).tanh().mean(1))
+
+
+def test_a_model_of_one_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As many positions as samples, and no way to look: the check of rows tells them apart."""
+    torch.manual_seed(3)
+    net, loss_fn, x, y = OneSize(), nn.CrossEntropyLoss(), torch.randn(6, 6, 6), torch.arange(6) % 5
+    options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+        assert cockpit.coverage()["positions.weight"].route == "slow exact fallback"
+    assert "could not be called with one sample more (AssertionError" in caplog.text
+    rows = []
+    for loss in nn.functional.cross_entropy(net(x), y, reduction="none"):
+        rows.append([g.double().numpy() for g in torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)])
+    batch = oracle.Batch(np.zeros(6), {str(k): np.stack([r[k] for r in rows]) for k in range(3)}, {}, {})
+    values = open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"]
+    np.testing.assert_allclose(values, [oracle.mean_gsnr(batch)], rtol=1e-4)
+
+
+def test_more_samples_after_one(tmp_path: Path) -> None:
+    """With one sample tokens of an expert may pass for samples; that is looked at again when there are more."""
+    torch.manual_seed(8)
+    net, loss_fn = architectures.built("mixture of experts"), nn.CrossEntropyLoss()
+    options = {"quantities": [Moments()], "schedule": every(1)}
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        for step, n in enumerate((1, 6, 1, 3)):
+            batch = architectures.data("mixture of experts", step, n)
+            _, gradients = architectures.individual_gradients("mixture of experts", net, batch, n)
+            with cockpit.track(step):
+                loss_fn(cockpit(batch["x"]), batch["y"]).backward()
+            cockpit.flush()
+            row = open_run(tmp_path / "run")["moments"].sel(step=step)["mean_of"]
+            np.testing.assert_allclose(row, [(g**2).sum() / n for g in gradients.values()], rtol=1e-3, atol=1e-9)
