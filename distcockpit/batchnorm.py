@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,8 @@ def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[
         RuntimeError: If a batch norm was called more than once, or not at all.
     """
     found = {}
-    for path, module in training_batchnorms(model):
+    norms: list[tuple[str, Any]] = training_batchnorms(model)
+    for path, module in norms:
         inputs = [use.input for use in forward.uses if use.layer.module is module]
         if len(inputs) != 1:
             raise RuntimeError(
@@ -24,6 +27,9 @@ def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[
                 "track_batchnorm=True needs exactly one call of a tracked layer."
             )
         axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
-        variance, mean = torch.var_mean(inputs[0], axes, correction=0)
-        found[path] = (mean, variance)
+        kept: Tensor = next((t for t in (module.running_mean, module.weight) if t is not None), inputs[0])
+        variance, mean = torch.var_mean(
+            inputs[0].to(torch.promote_types(kept.dtype, inputs[0].dtype)), axes, correction=0
+        )
+        found[path] = (mean.to(kept.dtype), variance.to(kept.dtype))
     return found

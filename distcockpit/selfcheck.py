@@ -25,6 +25,7 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
 LOW_PRECISION = 0.1
 CANCELLATION = 1e-4  # of the norm of a parameter's individual gradients: what may be left where they cancel
 NOISE = 1e-6  # of the norm of the whole gradient: what may be left where a gradient is zero but for rounding
+LOW_PRECISION_NOISE = 3e3  # times as much in models of low or mixed precision
 
 
 def check_losses(captured: Sequence[Captured]) -> None:
@@ -141,6 +142,8 @@ def examine(
                 text = f"its module could not be run again ({type(problem).__name__}: {problem})"
                 unserved[name] = text, list(scopes[name])
     n, explained = sum(c.batch_size for c in captured), []
+    mixed = {use.layer.path for c in captured for use in c.uses if use.autocast in (torch.bfloat16, torch.float16)}
+    low = {name for name in rest if mixed.intersection(scopes[name]) or values[name].dtype not in GRADIENT_TOLERANCE}
     noise = NOISE * sum(float(g.square().sum()) for g in seen.values()) ** 0.5
     for name in rest:
         total = sums.sums[name]
@@ -149,8 +152,8 @@ def examine(
         everything = float((n * norms.values[name]).sqrt())
         if not all(map(math.isfinite, (error, size, everything))):
             continue
-        tolerance = GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
-        if error > tolerance * size + CANCELLATION * everything + noise:
+        tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
+        if error > tolerance * size + CANCELLATION * everything + noise * (LOW_PRECISION_NOISE if low else 1):
             why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
             unserved[name] = f"{why}{error:.3g}, so it is used elsewhere too", list(scopes[name])
         elif size > 0:

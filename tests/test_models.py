@@ -220,3 +220,24 @@ def test_more_samples_after_one(tmp_path: Path) -> None:
             cockpit.flush()
             row = open_run(tmp_path / "run")["moments"].sel(step=step)["mean_of"]
             np.testing.assert_allclose(row, [(g**2).sum() / n for g in gradients.values()], rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["ConvNeXt", "ResNet, track_batchnorm", "GPT-2", "BERT", "T5", "residual block in place"]
+)
+def test_rounding_is_no_hole(tmp_path: Path, name: str, precision: str) -> None:
+    """Gradients that are zero but for rounding, as those of attention's key biases, raise no alarm."""
+    case, net = CASES[name], architectures.built(name)
+    net, loss_fn = net.bfloat16() if precision == "bfloat16" else net, case.loss_fn()
+    options = {"quantities": [Moments()], "schedule": every(1), **case.options}
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        for step in range(3):
+            batch = architectures.data(name, step, 6)
+            if precision == "bfloat16":
+                batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+            with cockpit.track(step), torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                case.train(cockpit, batch, loss_fn).backward()
+        slow = tuple(sorted(row.parameter for row in cockpit.coverage() if row.route == "slow exact fallback"))
+    assert slow == case.slow
+    assert np.isfinite(open_run(tmp_path / "run")["moments"]["mean_of"]).all()

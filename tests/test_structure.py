@@ -110,8 +110,9 @@ def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    try_it, tests = (block.strip() for block in blocks("sh"))
+    try_it, tests, gpt2 = (block.strip() for block in blocks("sh"))
     assert tests in (ROOT / ".ci/run").read_text()
+    assert "examples/gpt2.py" in gpt2  # which test_examples runs
     assert "examples/digits.py" in try_it and "examples/read_run.py" in try_it
     paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
     assert paths and all((ROOT / path).exists() for path in paths)
