@@ -53,7 +53,7 @@ def test_estimates_lie_within_their_errors(ranks: Ranks, tmp_path: Path, model: 
 
 
 def test_gauss_newton(ranks: Ranks, tmp_path: Path) -> None:
-    states, run = estimate(ranks, tmp_path / "run", "sigmoid", "mean", "one", SAMPLES)
+    states, run = estimate(ranks, tmp_path / "run", "sigmoid", "mean", "one", 8 * SAMPLES)
     net, loss_fn = cases.initialised("sigmoid"), nn.CrossEntropyLoss()
     exact = oracle.ggn_diagonal(net, states[0], loss_fn, *cases.data("sigmoid", "mean", 0))
     traces, rows = np.array([d.sum() for d in exact.values()]), run["ggn"].isel(step=0)
