@@ -22,6 +22,7 @@ from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, i
 from distcockpit.gradients.rules import BACKPACK, GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
+from distcockpit.output_hooks import adder, collector, owned_memory
 from distcockpit.rng import RandomState
 from distcockpit.trees import map_tensors, tensors
 
@@ -146,8 +147,8 @@ class Capture:
             for position, tensor in enumerate(tensors(output)):
                 if tensor.requires_grad:
                     inputs = tensors((args, forward.kwargs))
-                    source, view = (tensor, None) if aliased else _owned_memory(tensor, inputs)
-                    self._on_gradient(source, _collector(_adder(forward.output_gradients, position), view, copy=False))
+                    source, view = (tensor, None) if aliased else owned_memory(tensor, inputs)
+                    self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
         return output
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -184,9 +185,9 @@ class Capture:
                 return
             for position, leaf in enumerate(tensors(output)):
                 if leaf.requires_grad:
-                    source, view = _owned_memory(leaf, tensors((args, kwargs)))
-                    add = _adder(use.output_gradients, position, axes[position] or 0)
-                    self._on_gradient(source, _collector(add, view))
+                    source, view = owned_memory(leaf, tensors((args, kwargs)))
+                    add = adder(use.output_gradients, position, axes[position] or 0)
+                    self._on_gradient(source, collector(add, view))
 
         return hook
 
@@ -288,58 +289,8 @@ def _is_rerun(layer: Layer) -> bool:
     return bool(layer.parameters) and layer.rule is GENERIC
 
 
-View = tuple[torch.Size, tuple[int, ...], Any]
-
-
-def _owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View | None]:
-    """The tensor to put a hook on, and the size, strides and offset that make its gradient that of the output.
-
-    A hook on a view is lost when the view is changed in place (a linear layer on [N, T, in] followed by an in-place
-    activation). The hook goes on the tensor that the view is of, if that was made inside the layer and holds nothing
-    else.
-    """
-    base = output._base
-    if base is None or base.grad_fn is None or any(base is x or base is x._base for x in inputs):
-        return output, None
-    if base.numel() != output.numel() or not base.is_contiguous() or not _is_dense(output):
-        return output, None
-    return base, (output.shape, output.stride(), output.storage_offset() - base.storage_offset())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors(tree)]
-
-
-def _collector(add: Callable[[Tensor], None], view: View | None, *, copy: bool = True) -> Callable[[Tensor], None]:
-    def receive(gradient: Tensor) -> None:
-        if copy:  # a parameter's gradient may be a view of this one, and is written to by DDP and by clipping
-            half = gradient.dtype in (torch.float16, torch.bfloat16)
-            gradient = gradient.float() if half else gradient.clone()
-        if view is not None:
-            gradient = gradient.contiguous().as_strided(*view)
-        add(gradient)
-
-    return receive
-
-
-def _adder(gradients: dict[int, Tensor], position: int, axis: int = 0) -> Callable[[Tensor], None]:
-    """Adds up gradients of one output, with the batch axis brought to the front."""
-
-    def add(gradient: Tensor) -> None:
-        gradient = gradient.movedim(axis, 0) if gradient.dim() else gradient
-        gradients[position] = gradients[position] + gradient if position in gradients else gradient
-
-    return add
 
 
 def _accumulate(target: ForwardPass | LossCall, gradient: Tensor) -> None:

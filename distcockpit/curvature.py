@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from distcockpit.captured import Captured
+from distcockpit.chain import Chain, NoChainError
 from distcockpit.hessian import twice_differentiable_loss
 from distcockpit.hutchinson import gauss_newton_product
 from distcockpit.replay import replayed_loss
@@ -126,7 +127,7 @@ class Diagonals:
         if not problem:
             try:
                 return _differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)
-            except _NoChainError as error:
+            except NoChainError as error:
                 problem = str(error)
         form = self._form or _converted(curvature, self._model)
         if form is None or curvature.kind == "diag_h":
@@ -289,58 +290,10 @@ def _check_targets(loss_fn: nn.Module, micro: Captured) -> None:
             raise RuntimeError("Target probabilities do not add up to 1, for which BackPACK is wrong.")
 
 
-class _NoChainError(RuntimeError):
-    """The model is no chain of modules."""
-
-
-class _Chain:
-    """Sees that each leaf module takes exactly what the one before it returned.
-
-    BackPACK finds the module that produced a tensor by the tensor's address. An operation in between that works in
-    place or makes a view would be skipped silently; so shapes, strides and versions must agree as well.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[object, ...] | None = None
-        self._last_path = "the model's input"
-        self._broken: str | None = None
-        self._called: set[str] = set()
-
-    @staticmethod
-    def _print(tensor: object) -> tuple[object, ...] | None:
-        if not isinstance(tensor, Tensor):
-            return None
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
-
-    def before(self, path: str, args: tuple[object, ...]) -> None:
-        """A leaf module begins."""
-        if path in self._called:
-            self._broken = self._broken or f"in the second call of '{path}'"
-        self._called.add(path)
-        if self._last is not None and (len(args) != 1 or self._print(args[0]) != self._last):
-            self._broken = self._broken or f"between '{self._last_path}' and '{path}'"
-
-    def after(self, path: str, output: object) -> None:
-        """A leaf module ends."""
-        self._last, self._last_path = self._print(output), path
-
-    def check(self) -> None:
-        """Raise if the model is not a chain of its leaf modules.
-
-        Raises:
-            _NoChainError: Names the place.
-        """
-        if self._broken:
-            raise _NoChainError(
-                f"Something happens {self._broken}: a functional call (write it as a module: nn.ReLU, nn.Flatten), a "
-                "branch, or a second use of a layer."
-            )
-
-
 @contextmanager
-def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[_Chain, None, None]:
+def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[Chain, None, None]:
     """BackPACK's hooks, and ours that check the chain, on the leaf modules and the loss; off again at the end."""
-    chain, leaves, before = _Chain(), list(_leaves(model)), len(CTX.hook_handles)
+    chain, leaves, before = Chain(), list(_leaves(model)), len(CTX.hook_handles)
     handles = []
     flagged = [module for _, module in leaves if not hasattr(module, "_backpack_extend")]
     flagged += [] if hasattr(loss_fn, "_backpack_extend") else [loss_fn]
@@ -361,11 +314,11 @@ def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[_Chain, None, N
                 del module.__dict__[name]
 
 
-def _before(chain: _Chain, path: str, which: slice) -> Callable[..., None]:
+def _before(chain: Chain, path: str, which: slice) -> Callable[..., None]:
     return lambda module, args: chain.before(path, args[which])
 
 
-def _after(chain: _Chain, path: str) -> Callable[..., None]:
+def _after(chain: Chain, path: str) -> Callable[..., None]:
     return lambda module, args, output: chain.after(path, output)
 
 

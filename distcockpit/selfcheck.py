@@ -48,6 +48,28 @@ def check_losses(captured: Sequence[Captured]) -> None:
                 )
 
 
+def check_outputs_tell_all(again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Whether running the step again from the gradients at the model's outputs gives the parameters theirs.
+
+    Args:
+        again: The gradients of the second pass.
+        seen: What arrived at the parameters in the first.
+        model: The bare module.
+
+    Raises:
+        RuntimeError: If not; names a parameter and a way out.
+    """
+    whole = sum(float(g.square().sum()) for g in seen.values()) ** 0.5
+    for name, arrived in seen.items():
+        error = float((arrived - again.get(name, torch.zeros_like(arrived))).norm())
+        if error > LOW_PRECISION * float(arrived.norm()) + NOISE * LOW_PRECISION_NOISE * whole:
+            raise RuntimeError(
+                f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
+                "the model's outputs alone, so that track_batchnorm=True cannot run the step again. Return everything "
+                "that the loss needs from the model's forward."
+            )
+
+
 @dataclass
 class SelfCheck:
     """Which parameters are still to be checked.

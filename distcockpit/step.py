@@ -21,7 +21,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
-from distcockpit.selfcheck import check_losses, examine
+from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine
 from distcockpit.session import Session, digest
 from distcockpit.update import Start
 
@@ -174,6 +174,8 @@ class TrackedStep:
         session, setup = self._session, self._setup
         constant = bool(training_batchnorms(setup.bare))
         if constant:
+            if any(bool(seen[name].any()) for name in session.check.unchecked & seen.keys()):
+                check_outputs_tell_all(self._again(captured, False)[1], seen, setup.bare)
             captured, seen = self._again(captured, constant)
         while names := session.check.due(captured):
             found = examine(captured, seen, setup.bare, session.cover.scopes, names)

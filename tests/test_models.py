@@ -241,3 +241,29 @@ def test_rounding_is_no_hole(tmp_path: Path, name: str, precision: str) -> None:
         slow = tuple(sorted(row.parameter for row in cockpit.coverage() if row.route == "slow exact fallback"))
     assert slow == case.slow
     assert np.isfinite(open_run(tmp_path / "run")["moments"]["mean_of"]).all()
+
+
+class Auxiliary(nn.Module):
+    """Keeps a part of its loss to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.norm(self.first(x))
+        self.penalty = z.square().square().mean()
+        return self.head(z)
+
+
+def test_a_loss_that_the_outputs_do_not_tell(tmp_path: Path) -> None:
+    net, loss_fn, x, y = Auxiliary(), nn.CrossEntropyLoss(), torch.randn(8, 6), torch.arange(8) % 5
+    options = {"quantities": [MeanGSNR()], "schedule": every(1), "track_batchnorm": True}
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", **options)
+    with pytest.raises(RuntimeError, match="does not come from the model's outputs alone.*Return everything"):
+        with cockpit.track(0):
+            (loss_fn(cockpit(x), y) + net.penalty).backward()
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "without", **options)
+    with cockpit.track(0):
+        loss_fn(cockpit(x), y).backward()

@@ -1,0 +1,60 @@
+"""Gradients at the outputs of modules: where to put a hook, and what to do with what it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+View = tuple[torch.Size, tuple[int, ...], Any]
+
+
+def owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View | None]:
+    """The tensor to put a hook on, and the size, strides and offset that make its gradient that of the output.
+
+    A hook on a view is lost when the view is changed in place (a linear layer on [N, T, in] followed by an in-place
+    activation). The hook goes on the tensor that the view is of, if that was made inside the layer and holds nothing
+    else.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or any(base is x or base is x._base for x in inputs):
+        return output, None
+    if base.numel() != output.numel() or not base.is_contiguous() or not _is_dense(output):
+        return output, None
+    return base, (output.shape, output.stride(), output.storage_offset() - base.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def collector(add: Callable[[Tensor], None], view: View | None, *, copy: bool = True) -> Callable[[Tensor], None]:
+    """A receiver that hands on gradients in the shape and strides of the output, as copies of their own."""
+
+    def receive(gradient: Tensor) -> None:
+        if copy:  # a parameter's gradient may be a view of this one, and is written to by DDP and by clipping
+            half = gradient.dtype in (torch.float16, torch.bfloat16)
+            gradient = gradient.float() if half else gradient.clone()
+        if view is not None:
+            gradient = gradient.contiguous().as_strided(*view)
+        add(gradient)
+
+    return receive
+
+
+def adder(gradients: dict[int, Tensor], position: int, axis: int = 0) -> Callable[[Tensor], None]:
+    """Adds up gradients of one output, with the batch axis brought to the front."""
+
+    def add(gradient: Tensor) -> None:
+        gradient = gradient.movedim(axis, 0) if gradient.dim() else gradient
+        gradients[position] = gradients[position] + gradient if position in gradients else gradient
+
+    return add
