@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +20,11 @@ from distcockpit.gradients.uses import Layer, Use
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
 
+logger = logging.getLogger(__name__)
+
 
 def mixed_up_rows(
-    captured: Captured,
+    captured: Sequence[Captured],
     model: nn.Module,
     layers: Sequence[Layer],
     axes: BatchAxes,
@@ -31,10 +34,10 @@ def mixed_up_rows(
     """The layers whose output rows are not the samples, one each.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
-    Nothing is found where the model returns nothing but its loss, or wrote to its own input.
+    Nothing is found where the model returns nothing but its loss, wrote to its own input, or cannot be run again.
 
     Args:
-        captured: A micro-batch of at least two samples.
+        captured: The micro-batches.
         model: The bare module.
         layers: The layers to look at.
         axes: Where the batch is.
@@ -43,42 +46,79 @@ def mixed_up_rows(
     Raises:
         ValueError: If the model mixes the samples of a batch.
     """
-    n, found, mixed = captured.batch_size, set(), False
-    silent = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
-    silent[0], silent[-1] = True, False
-    for forward in captured.passes:
-        if not forward.output_gradients or forward.inputs_changed:
-            continue
-        inputs: list[Tensor] = []
-        arguments = map_tensors(partial(_with_gradient, inputs), (forward.args, forward.kwargs))
-        forward = replace(forward, args=arguments[0], kwargs=arguments[1])
-        inputs = [t for t in inputs if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n]
-        with _recaptured(model, forward, layers, axes, n, constant_statistics) as (again, outputs):
-            arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
-            rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
-            starts = [outputs[k] for k in rows]
-            if not starts:
+    found: set[str] = set()
+    for micro in captured:
+        for forward in micro.passes:
+            if micro.batch_size < 2 or not forward.output_gradients or not forward.can_run_again:
                 continue
-            total = torch.autograd.grad(
-                [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
-            )
-            for use in again.uses():
-                use.output_gradients.clear()
-            masked = [_without(silent, g, forward.axes[k] or 0) for k, g in zip(rows, total, strict=True)]
-            leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
-            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True)
-        mixed |= any(_reaches(silent, g.movedim(axes.batch_dim, 0)) for g in at_leaves[: len(inputs)] if g is not None)
-        for use in again.uses():
-            if any(len(g) == n and _reaches(silent, g) for g in use.output_gradients.values() if g.dim()):
-                found.add(use.layer.path)
-                mixed |= use.rule is EMBEDDING and not axes.failed  # its rows are those of its index
-    if mixed:
-        raise ValueError(
-            f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend on the "
-            "inputs of others, so individual gradients are not defined. Remove what mixes them (statistics, sorting or "
-            "capacities over the batch), or do not track this model."
-        )
+            problem: Exception | None = None
+            for inputs_ask in (True, False):  # for gradients, which some models do not bear
+                try:
+                    paths, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
+                    break
+                except Exception as error:  # the user's model, run again: anything
+                    problem = error
+            else:
+                logger.warning("distcockpit: that rows of outputs are samples could not be checked: %s", problem)
+                continue
+            if mixed:
+                raise ValueError(
+                    f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend "
+                    "on the inputs of others, so individual gradients are not defined. Remove what mixes them "
+                    "(statistics, sorting or capacities over the batch), or do not track this model."
+                )
+            found |= paths
     return found
+
+
+def _mixed_up(
+    forward: ForwardPass,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    constant_statistics: bool,
+    inputs_ask: bool,
+) -> tuple[set[str], bool]:
+    """The layers with mixed-up rows in one pass, and whether rows of the model's input are reached, too."""
+    n = forward.batch_size
+    made: list[Tensor] = []
+    given = tensors((forward.args, forward.kwargs))
+    if inputs_ask:
+        args, kwargs = map_tensors(partial(_with_gradient, made), (forward.args, forward.kwargs))
+        forward = replace(forward, args=args, kwargs=kwargs)
+    inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
+    found: set[str] = set()
+    mixed = False
+    with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
+        arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
+        rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
+        starts = [outputs[k] for k in rows]
+        if not starts:
+            return found, mixed
+        total = torch.autograd.grad(
+            [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
+        )
+        leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+        uses = [use for micro in again.micros for one in micro.passes for use in one.uses]
+        for loud in _parts(n):
+            for use in uses:
+                use.output_gradients.clear()
+            masked = [_without(~loud, g, forward.axes[k] or 0) for k, g in zip(rows, total, strict=True)]
+            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True, retain_graph=True)
+            for gradient in at_leaves[: len(inputs)]:
+                mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
+            for use in uses:
+                if any(g.dim() and len(g) == n and _reaches(~loud, g) for g in use.output_gradients.values()):
+                    found.add(use.layer.path)
+                    mixed |= use.rule is EMBEDDING and any(use.input.data_ptr() == t.data_ptr() for t in given)
+    return found, mixed
+
+
+def _parts(n: int) -> list[Tensor]:
+    """A few parts of the batch that do not overlap, at random: each sample alone, if there are no more than four."""
+    count = min(n, 4)
+    place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
+    return [place == k for k in range(count)]
 
 
 def _with_gradient(made: list[Tensor], tensor: Tensor) -> Tensor:
@@ -95,11 +135,10 @@ def _recaptured(
     forward: ForwardPass,
     layers: Sequence[Layer],
     axes: BatchAxes,
-    batch_size: int,
     constant_statistics: bool,
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
     """The tensors that the model returns when it is called again, with other layers hooked."""
-    again = Capture(model, layers, Loss(None), axes, batch_size=batch_size)
+    again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size)
     again.start()
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
@@ -151,7 +190,7 @@ def differentiated_again(
     for forward in captured.passes:
         if not forward.output_gradients or not captured.batch_size:
             continue
-        with _recaptured(model, forward, layers, axes, captured.batch_size, constant_statistics) as (again, outputs):
+        with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
             gradients = torch.autograd.grad(
                 [outputs[position] for position in forward.output_gradients],
                 list(parameters.values()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import ForwardPass
-from distcockpit.gradients.uses import Axes
+from distcockpit.gradients.uses import Axes, Shapes
 from distcockpit.layers import training_batchnorms
+from distcockpit.module_state import ModuleStates
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
 
 logger = logging.getLogger(__name__)
 
-Shapes = Sequence[torch.Size]
-
 
 class BatchAxes:
-    """What is known of a model's batch axes. It is learned in the first pass that has samples.
+    """What is known of a model's batch axes. It is learned in the first step that has samples.
 
     Args:
         batch_dim: The batch axis of the model's inputs; that of outputs where the model cannot be called with one
@@ -38,78 +37,107 @@ class BatchAxes:
         self.batch_dim = batch_dim
         self.failed = False  # whether the model could not be called with one sample more
         self._known: dict[str, list[Axes]] = {}  # by module, one entry per call
-        self._grown: dict[str, list[Shapes]] = {}  # in the pass with one sample more
         self._met_unknown = True
 
     def batch_size(self, tree: Any) -> int | None:
         """The length of the batch axis of the first tensor that has one."""
         return next((t.shape[self.batch_dim] for t in tensors(tree) if t.dim() > self.batch_dim), None)
 
-    def begin(self, model: nn.Module, forward: ForwardPass, batch_size: int) -> None:
-        """A forward pass begins: call the model with one sample more, if the last pass met an unknown module.
+    def settle(self, model: nn.Module, passes: Sequence[ForwardPass]) -> None:
+        """A step has ended: if it met a module that was not known, look, and correct what was guessed of it.
 
         Args:
             model: The bare module.
-            forward: The pass.
-            batch_size: Its number of samples.
+            passes: The forward passes of the step.
         """
-        self._grown = {}
-        if not self._met_unknown or not batch_size or self.failed:
+        first = next((forward for forward in passes if forward.batch_size), None)
+        if not self._met_unknown or first is None or self.failed:
+            return
+        if first.writes_parameters:
+            self._give_up("its forward writes to its parameters")
+            return
+        grown = self._call_with_one_more(model, first)
+        if grown is None:
             return
         self._met_unknown = False
+        for use in first.uses:
+            self._learn(use.layer.path, use.call, use.shapes, grown, first.batch_size)
+        self._learn("", 0, shapes_of(first.output), grown, first.batch_size)
+        first.grown = grown.get("", [None])[0]
+        for forward in passes:
+            for use in forward.uses:
+                use.settle(self.of(use.layer.path, use.call, use.shapes, forward.batch_size))
+            forward.axes = self.of("", 0, shapes_of(forward.output), forward.batch_size)
+
+    def _call_with_one_more(self, model: nn.Module, forward: ForwardPass) -> dict[str, list[Shapes]] | None:
+        """The shapes of all outputs when the last sample is there twice; ``None`` if that is not possible."""
         shapes: dict[str, list[Shapes]] = defaultdict(list)
         handles = [
-            module.register_forward_hook(lambda _module, _args, output, path=path: shapes[path].append(_shapes(output)))
+            module.register_forward_hook(
+                lambda _module, _args, output, path=path: shapes[path].append(shapes_of(output))
+            )
             for path, module in model.named_modules()
         ]
+        problem: Exception | None = None
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            with torch.no_grad(), replayed(model, self._with_one_more(forward, batch_size), statistics):
-                self._grown = dict(shapes)
-        except Exception as error:  # the user's model: anything
-            self.failed = True
-            logger.warning(
-                "distcockpit: the model could not be called with one sample more (%s: %s). Which axes are the batch is "
-                "taken from their lengths.",
-                type(error).__name__,
-                str(error).splitlines()[0] if str(error) else "no text",
-            )
+            for only_first in (False, True):
+                shapes.clear()
+                try:
+                    more = self._with_one_more(forward, only_first)
+                    with torch.no_grad(), replayed(model, more, statistics, ModuleStates.take(model)):
+                        return dict(shapes)
+                except Exception as error:  # the user's model: anything
+                    problem = problem or error
         finally:
             for handle in handles:
                 handle.remove()
+        text = str(problem).splitlines()[0] if str(problem) else "no text"
+        self._give_up(f"{type(problem).__name__}: {text}")
+        return None
 
-    def _with_one_more(self, forward: ForwardPass, batch_size: int) -> ForwardPass:
-        """The pass with its last sample repeated."""
-        axis = self.batch_dim
+    def _give_up(self, why: str) -> None:
+        self.failed = True
+        logger.warning(
+            "distcockpit: the model could not be called with one sample more (%s). Which axes are the batch is taken "
+            "from their lengths.",
+            why,
+        )
+
+    def _with_one_more(self, forward: ForwardPass, only_first: bool) -> ForwardPass:
+        """The pass with its last sample repeated.
+
+        Args:
+            forward: The pass.
+            only_first: Whether only the first tensor grows, and not all of the batch's length.
+
+        Raises:
+            ValueError: If nothing has the batch's length.
+        """
+        axis, n, count = self.batch_dim, forward.batch_size, 0
 
         def grow(tensor: Tensor) -> Tensor:
-            if tensor.dim() > axis and tensor.shape[axis] == batch_size:
-                return torch.cat([tensor.detach(), tensor.detach().narrow(axis, batch_size - 1, 1)], axis)
+            nonlocal count
+            if tensor.dim() > axis and tensor.shape[axis] == n and not (only_first and count):
+                count += 1
+                return torch.cat([tensor.detach(), tensor.detach().narrow(axis, n - 1, 1)], axis)
             return tensor.detach().clone()
 
         args, kwargs = map_tensors(grow, (forward.args, forward.kwargs))
+        if not count:
+            raise ValueError(f"no tensor argument has {n} samples on axis {axis}")
         return replace(forward, args=args, kwargs=kwargs, versions=[], uses=[], calls=Counter())
 
-    def of(self, path: str, call: int, output: Any, batch_size: int) -> Axes:
-        """The batch axes of an output.
+    def of(self, path: str, call: int, shapes: Shapes, batch_size: int) -> Axes:
+        """The batch axes of an output, known or guessed.
 
         Args:
             path: Name of the module.
             call: How often it was called before in this pass.
-            output: What it returned.
+            shapes: Of the tensors that it returned.
             batch_size: Number of samples of the pass.
         """
-        shapes = _shapes(output)
-        grown = self._grown.get(path, [])
-        if call < len(grown) and len(grown[call]) == len(shapes):
-            axes = tuple(_grown_axis(s, g, batch_size) for s, g in zip(shapes, grown[call], strict=True))
-            calls = self._known.setdefault(path, [])
-            if len(calls) <= call:
-                calls.append(axes)
-            return axes
         known = self._known.get(path, [])
-        if call >= len(known) and len(set(known)) == 1:  # unrolled over time, further than before
-            known, call = known[:1], 0
         if call < len(known) and len(known[call]) == len(shapes):
             return tuple(
                 axis if axis is not None and len(s) > axis and s[axis] == batch_size else None
@@ -117,6 +145,12 @@ class BatchAxes:
             )
         self._met_unknown = True
         return tuple(self._guess(shape, batch_size) for shape in shapes)
+
+    def _learn(self, path: str, call: int, shapes: Shapes, grown: Mapping[str, list[Shapes]], batch_size: int) -> None:
+        """Remember the batch axes of an output that was seen growing."""
+        more, calls = grown.get(path, []), self._known.setdefault(path, [])
+        if call < len(more) and len(more[call]) == len(shapes) and len(calls) == call:
+            calls.append(tuple(_grown_axis(s, g, batch_size) for s, g in zip(shapes, more[call], strict=True)))
 
     def _guess(self, shape: torch.Size, batch_size: int) -> int | None:
         return next((k for k in (self.batch_dim, 0) if len(shape) > k and shape[k] == batch_size), None)
@@ -128,7 +162,8 @@ def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     return torch.zeros(norm.num_features, device=device), torch.ones(norm.num_features, device=device)
 
 
-def _shapes(output: Any) -> Shapes:
+def shapes_of(output: Any) -> Shapes:
+    """The shapes of the tensors of an output."""
     return [tensor.shape for tensor in tensors(output)]
 
 

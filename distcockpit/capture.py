@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcockpit.batch_axes import BatchAxes
+from distcockpit.batch_axes import BatchAxes, shapes_of
 from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret, received, scalar_output
-from distcockpit.gradients.rules import BACKPACK, GENERIC
+from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
+from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import adder, collector, owned_memory
 from distcockpit.rng import RandomState
 from distcockpit.trees import map_tensors, tensors
@@ -61,12 +62,13 @@ class Capture:
         self._replay, self._batch_size, self._watch = replay, batch_size, watch or {}
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
-        self._micros: list[Micro] = []
+        self.micros: list[Micro] = []
         self._pass: ForwardPass | None = None
         self._handles: list[Any] = []
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
+        self._parameters = ""
         self.forward_seconds = 0.0
         self.parameter_gradients: dict[str, Tensor] = {}
 
@@ -86,6 +88,8 @@ class Capture:
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
         for name, parameter in self._watch.items():
             keep(parameter.register_hook(self._add_parameter_gradient(name)))
+            others: Any = parameter._backward_hooks  # ordered; ours shall see the gradient before they change it
+            others.move_to_end(self._handles[-1].id, last=False)
 
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""
@@ -102,16 +106,25 @@ class Capture:
         if self._replay:
             random_state = RandomState.take(self._device)
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        micro = self._micros[-1] if self._micros else None
+        micro = self.micros[-1] if self.micros else None
         if micro is None or micro.losses or any(p.went_backward for p in micro.passes):
             micro = Micro()
-            self._micros.append(micro)
+            self.micros.append(micro)
         batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
-        forward = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions, self._autocast())
-        micro.passes.append(forward)
-        self._axes.begin(module, forward, batch_size)  # may call the model, without gradients
-        self._pass = forward
+        states = ModuleStates.take(module) if self._replay else None
+        # The user's own containers may be emptied in the forward pass.
+        args, kwargs = map_tensors(lambda t: t, (args, kwargs))
+        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions, self._autocast(), states)
+        micro.passes.append(self._pass)
+        self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
+
+    def _fingerprint(self) -> str:
+        """Of the parameters, while it is not known that the forward pass leaves them alone."""
+        if not (self._replay and self._watch):
+            return ""
+        with torch.no_grad():
+            return repr(torch.stack([p.sum(dtype=torch.float64) for p in self._model.parameters()]).tolist())
 
     def _autocast(self) -> torch.dtype | None:
         device = self._device.type
@@ -138,11 +151,13 @@ class Capture:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
             output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
-        forward.output, forward.axes = output, self._axes.of("", 0, output, forward.batch_size)
+        forward.output = output
+        forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
+        forward.writes_parameters = self._fingerprint() != self._parameters
         loss = scalar_output(output)
-        if self._loss.module is None and loss is not None:
+        if loss is not None:
             forward.loss = loss.detach().double()
-            self._on_gradient(loss, lambda g: _accumulate(forward, g))
+            forward.loss_position = next(k for k, t in enumerate(tensors(output)) if t is loss)
         if self._replay:
             for position, tensor in enumerate(tensors(output)):
                 if tensor.requires_grad:
@@ -155,7 +170,8 @@ class Capture:
         """What a layer that will be run again starts from."""
         if torch.is_grad_enabled():
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            self._before[id(module)] = _Before(RandomState.take(self._device), buffers, _versions((args, kwargs)))
+            state, versions = RandomState.take(self._device), _versions((args, kwargs))
+            self._before[id(module)] = _Before(state, buffers, versions, ModuleStates.take(module))
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -164,20 +180,24 @@ class Capture:
             kept = (args, kwargs) if layer.parameters or isinstance(module, _BatchNorm) else ((), {})
             before = self._before.pop(id(module), None)
             if before is None:
-                before = _Before(None, dict(module.named_buffers()) if layer.parameters else {}, _versions(kept))
-            axes = self._axes.of(layer.path, self._pass.calls[layer.path], output, self._pass.batch_size)
+                buffers = dict(module.named_buffers()) if layer.parameters else {}
+                before = _Before(None, buffers, _versions(kept), None)
+            call, shapes = self._pass.calls[layer.path], shapes_of(output)
+            axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size)
             self._pass.calls[layer.path] += 1
-            is_plain = len(args) + len(kwargs) == 1 and (layer.rule is not BACKPACK or axes == (0,))
             use = Use(
                 layer,
-                layer.rule if is_plain else GENERIC,
+                layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
                 *kept,
                 versions=before.versions,
                 training={m: m.training for m in module.modules()},
                 buffers=before.buffers,
                 random_state=before.random_state,
+                states=before.states,
                 autocast=self._autocast(),
                 axes=axes,
+                shapes=shapes,
+                call=call,
             )
             self._pass.uses.append(use)
             self._observe(use, output)
@@ -242,12 +262,12 @@ class Capture:
             self._on_gradient(losses, lambda g: _accumulate(call, g))
 
     def _current_micro(self, event: str) -> Micro:
-        if not self._micros:
+        if not self.micros:
             raise RuntimeError(
                 f"{event} inside `track` before the model was. Call the model through the cockpit, `cockpit(x)`, or "
                 "call the very module that was given to DistCockpit, inside `with cockpit.track(step)`."
             )
-        return self._micros[-1]
+        return self.micros[-1]
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
         def hook(gradient: Tensor | None) -> None:
@@ -268,11 +288,12 @@ class Capture:
 
     def uses(self) -> list[Use]:
         """The calls of layers that gradients reached, in the order of the forward passes."""
-        return [use for micro in self._micros for forward in micro.passes for use in received(forward)]
+        return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
     def finish(self) -> list[Captured]:
         """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does."""
-        return interpret(self._micros, self._loss, self._batch_size)
+        self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
+        return interpret(self.micros, self._loss, self._batch_size)
 
 
 @dataclass(frozen=True)
@@ -282,6 +303,7 @@ class _Before:
     random_state: RandomState | None
     buffers: dict[str, Tensor]
     versions: list[tuple[Tensor, int]]
+    states: ModuleStates | None
 
 
 def _is_rerun(layer: Layer) -> bool:
@@ -293,5 +315,5 @@ def _versions(tree: Any) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors(tree)]
 
 
-def _accumulate(target: ForwardPass | LossCall, gradient: Tensor) -> None:
+def _accumulate(target: LossCall, gradient: Tensor) -> None:
     target.factor = gradient if target.factor is None else target.factor + gradient

@@ -8,15 +8,16 @@ gradients of a micro-batch are multiplied by ``(N / W) w / c``, and from then on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distcockpit.gradients.uses import Axes, MicroBatch, Use
+from distcockpit.gradients.uses import Axes, MicroBatch, Shapes, Use
 from distcockpit.losses import Decomposition, is_decomposable
+from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
 from distcockpit.trees import tensors
 
@@ -32,18 +33,39 @@ class ForwardPass:
     buffers: dict[str, Tensor] | None  # of the model before the pass, for a replay
     versions: list[tuple[Tensor, int]]  # of the arguments before the pass
     autocast: torch.dtype | None = None  # the type of mixed precision, if any
+    states: ModuleStates | None = None  # the attributes of modules before the pass
+    writes_parameters: bool = False
     uses: list[Use] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of each module
     output: Any = None
     axes: Axes = ()  # where the batch is in each tensor of the output
+    grown: Shapes | None = None  # the shapes of these tensors with one sample more, if that is known
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     loss: Tensor | None = None  # the scalar output, if there is one
-    factor: Tensor | None = None  # gradient that reached it
+    loss_position: int = -1
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The gradient that reached the loss, if the model returned it.
+
+        A scalar output is the loss if nothing else is differentiated from outside, and it stays a scalar when the batch
+        grows.
+        """
+        if set(self.output_gradients) != {self.loss_position}:
+            return None
+        if self.grown is not None and self.grown[self.loss_position]:
+            return None
+        return self.output_gradients[self.loss_position].double()
 
     @property
     def inputs_changed(self) -> bool:
         """Whether an argument was written to after the pass began, so that it cannot be run again."""
         return any(tensor._version != version for tensor, version in self.versions)
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether a second call would compute the same."""
+        return not self.inputs_changed and not self.writes_parameters
 
     @property
     def went_backward(self) -> bool:
@@ -103,6 +125,12 @@ class Captured:
     def weight(self) -> float:
         """This micro-batch's part of W; without samples it has none."""
         return self.scale.weight if self.batch_size else 0.0
+
+    def with_others(self, other: Captured, names: Collection[str]) -> Captured:
+        """The same, with the uses of a second pass for the parameters ``names``, and its own for all else."""
+        mine = [use.serving({k: v for k, v in use.layer.parameters.items() if v not in names}) for use in self.uses]
+        theirs = [use.serving({k: v for k, v in use.layer.parameters.items() if v in names}) for use in other.uses]
+        return replace(self, uses=[*mine, *(use for use in theirs if use.layer.parameters)])
 
     def individual_losses(self, samples_per_weight: float, device: torch.device) -> Tensor:
         """Losses l_i of the samples in the pooled meaning, float64 ``[B]``; zero where they have no weight."""
@@ -199,7 +227,15 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
 
 
 def received(forward: ForwardPass) -> list[Use]:
-    """The uses of a pass that gradients reached; of modules without parameters those that tell samples apart."""
+    """The uses of a pass that gradients reached; of modules without parameters those that tell samples apart.
+
+    Of a module with others inside, outputs without a batch axis are left out where there are outputs with one: a loss
+    that comes with the scores it was computed from, whose gradients hold what came through the loss.
+    """
+    for use in forward.uses:
+        with_axis = {k: g for k, g in use.output_gradients.items() if use.axes[k] is not None}
+        if not use.layer.is_leaf and with_axis:
+            use.output_gradients = with_axis
     return [use for use in forward.uses if use.output_gradients and (use.layer.parameters or use.is_separable)]
 
 

@@ -43,7 +43,10 @@ class Cover:
         for layer in self.own:
             for full in layer.parameters.values():
                 owners[full] = (*owners.get(full, ()), layer.path)
-        return owners | dict(self.raised)
+        found = owners | dict(self.raised)
+        return {
+            full: tuple(p for p in paths if not any(_is_below(p, q) for q in paths)) for full, paths in found.items()
+        }
 
     @cached_property
     def layers(self) -> list[Layer]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distcockpit.captured import Captured, ForwardPass, scalar_output
 from distcockpit.layers import training_batchnorms
+from distcockpit.module_state import ModuleStates
 from distcockpit.rng import unchanged
 from distcockpit.trees import map_tensors, tensors
 
@@ -20,32 +21,41 @@ Statistics = Mapping[str, tuple[Tensor, Tensor]]
 
 @contextmanager
 def replayed(
-    model: nn.Module, forward: ForwardPass, batch_statistics: Statistics | None = None
+    model: nn.Module,
+    forward: ForwardPass,
+    batch_statistics: Statistics | None = None,
+    states: ModuleStates | None = None,
 ) -> Generator[Any, None, None]:
     """What the model returns when it is called again, in a fresh graph.
 
-    Inside, buffers are copies, hooks on parameters and in-place activations are off, and batch norms named in
-    ``batch_statistics`` hold these as constants. The global random state stays as it was.
+    Inside, buffers and attributes of modules are copies of what they were before the pass, hooks on parameters and
+    in-place activations are off, and batch norms named in ``batch_statistics`` hold these as constants. Random states
+    stay as they were.
 
     Args:
         model: The bare module.
         forward: The pass to run again.
         batch_statistics: Mean and variance by name of the batch norm.
+        states: The attributes to begin from, instead of those before the pass.
 
     Raises:
-        RuntimeError: If the model's input was overwritten.
+        RuntimeError: If the model's input was overwritten, or its forward writes to its parameters.
     """
     frozen = {path: m for path, m in training_batchnorms(model) if batch_statistics and path in batch_statistics}
-    training = {path: module.training for path, module in frozen.items()}
-    inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     if forward.inputs_changed:
         raise RuntimeError(
             "The model's input was overwritten, by the model itself or before `track` ended, so the step cannot be run "
             "again, which curvature, track_batchnorm=True and layers that need a slow route do. Work on a copy of it "
             "(x.clone())."
         )
+    if forward.writes_parameters:
+        raise RuntimeError(
+            "The model's forward writes to its parameters, so the step cannot be run again, which curvature, "
+            "track_batchnorm=True and layers that need a slow route do. Keep what it writes in buffers."
+        )
     device = next(model.parameters()).device
     with (
+        (states or forward.states or ModuleStates.take(model)).installed(),
         _private_buffers(model, forward.buffers or {}),
         _without_hooks(list(model.parameters())),
         unchanged(device, forward.random_state),
@@ -54,15 +64,10 @@ def replayed(
         for path, module in frozen.items():
             module.running_mean, module.running_var = (batch_statistics or {})[path]
             module.training = False
+        inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
         for module in inplace:
             module.inplace = False  # type: ignore[assignment]
-        try:
-            yield model(*forward.args, **forward.kwargs)
-        finally:
-            for path, module in frozen.items():
-                module.training = training[path]
-            for module in inplace:
-                module.inplace = True  # type: ignore[assignment]
+        yield model(*forward.args, **forward.kwargs)
 
 
 @contextmanager

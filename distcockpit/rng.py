@@ -1,22 +1,27 @@
-"""Random number state: take it before a forward pass, replay it later, leave the global state alone."""
+"""Random number state of torch, NumPy and Python: take it, replay it later, leave the global state alone."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of torch's CPU generator and of the generator of one accelerator, if there is one."""
+    """State of the global generators: torch's of the CPU and of one accelerator, if there is one, NumPy's, Python's."""
 
     cpu: Tensor
     device: torch.device | None = None
     accelerator: Tensor | None = None
+    numpy: Any = field(default_factory=np.random.get_state)
+    python: Any = field(default_factory=random.getstate)
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
@@ -28,6 +33,8 @@ class RandomState:
     def restore(self) -> None:
         """Make this the present state."""
         torch.set_rng_state(self.cpu)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
         if self.device is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 

@@ -79,14 +79,23 @@ class SelfCheck:
 
     tracked: Mapping[str, nn.Parameter]
     unchecked: set[str] = field(init=False)
+    last_checked: int = -1  # the latest step at which all was well
     _checked_alone: set[str] = field(default_factory=set)
+    _served: set[str] = field(default_factory=set)
+    _count: int = 0  # tracked steps
 
     def __post_init__(self) -> None:
         self.unchecked = set(self.tracked)
 
-    @property
-    def watched(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are needed, by name."""
+    def begin(self) -> dict[str, nn.Parameter]:
+        """A tracked step begins. All is checked again at the second, fourth, eighth, ... one.
+
+        Returns:
+            The parameters whose gradients are to be watched, by name.
+        """
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            self.unchecked = set(self.tracked)
         return {name: p for name, p in self.tracked.items() if name in self.unchecked | self._checked_alone}
 
     def due(self, captured: Sequence[Captured]) -> list[str]:
@@ -101,15 +110,21 @@ class SelfCheck:
         differ = {name for use in odd for name in use.layer.parameters.values()}
         return [name for name in self.tracked if name in self.unchecked | differ]
 
-    def passed(self, explained: Iterable[str], captured: Sequence[Captured]) -> None:
+    def passed(self, explained: Iterable[str], captured: Sequence[Captured], step: int) -> None:
         """These are all right."""
         self.unchecked -= set(explained)
+        self._served |= set(explained)
+        self.last_checked = step
         if all(c.batch_size < 2 for c in captured):
             self._checked_alone |= set(explained)
 
     def failed(self, names: Iterable[str]) -> None:
         """These take another route now, which is to be checked."""
         self.unchecked |= set(names)
+
+    def served_before(self, names: Iterable[str]) -> bool:
+        """Whether these were all right at an earlier step."""
+        return set(names) <= self._served
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,6 @@ def examine(
         if error > tolerance * size + CANCELLATION * everything + noise * (LOW_PRECISION_NOISE if low else 1):
             why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
             unserved[name] = f"{why}{error:.3g}, so it is used elsewhere too", list(scopes[name])
-        elif size > 0:
+        elif size > 0 and error <= tolerance * size + CANCELLATION * everything:
             explained.append(name)
     return Examination(explained, unserved)

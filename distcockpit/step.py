@@ -106,7 +106,7 @@ class TrackedStep:
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
-            watch=session.check.watched,
+            watch=session.check.begin(),
         )
         self._capture.start()
 
@@ -181,12 +181,16 @@ class TrackedStep:
             found = examine(captured, seen, setup.bare, session.cover.scopes, names)
             unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
             if not unserved:
-                session.check.passed(found.explained, captured)
+                session.check.passed(found.explained, captured, self._step)
                 if found.explained:
                     session.tell_coverage()
                 break
-            session.raise_cover(unserved)
-            captured, seen_again = self._again(captured, constant)
+            if not session.raise_cover(unserved):
+                break
+            again, seen_again = self._again(captured, constant)
+            if not constant:
+                again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
+            captured = again
             seen = seen_again if constant else {**seen_again, **seen}
         return captured
 
@@ -195,10 +199,9 @@ class TrackedStep:
     ) -> dict[str, tuple[str, list[str]]]:
         """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
         session, setup = self._session, self._setup
-        many = next((c for c in captured if c.batch_size > 1), None)
-        if many is None or not names:
+        if not names:
             return {}
-        paths = mixed_up_rows(many, setup.bare, session.cover.layers, session.axes, constant_statistics=constant)
+        paths = mixed_up_rows(captured, setup.bare, session.cover.layers, session.axes, constant_statistics=constant)
         failing = {name: [path for path in session.cover.scopes[name] if path in paths] for name in names}
         why = "the rows of the output of its module are not the samples, one each"
         return {name: (why, scopes) for name, scopes in failing.items() if scopes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -26,11 +27,13 @@ class GenericRule:
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """One batched backward per block; the forward runs once, with the random state of the original call."""
         layer, module = use.layer, use.layer.module
-        leaves = {
-            full: _plain(values[full]).clone().requires_grad_() for full in map(layer.parameters.__getitem__, names)
-        }
-        state = {name: leaves.get(full, _plain(values[full])) for name, full in layer.names.items()}
-        buffers = {name: buffer.clone() for name, buffer in use.buffers.items()}
+        fulls = [layer.parameters[name] for name in names]
+        leaves = {full: _plain(values[full]).clone().requires_grad_() for full in fulls}
+        tensor_of = {full: leaves[full] if full in leaves else _plain(values[full]) for full in layer.names.values()}
+        state = {slot: tensor_of[layer.names[slot]] for slot in slots(module, "_parameters") if slot in layer.names}
+        copies = {name: buffer.clone() for name, buffer in use.buffers.items()}
+        same = {id(buffer): copies[name] for name, buffer in module.named_buffers() if name in copies}
+        state |= {slot: same[id(b)] for slot, b in slots(module, "_buffers").items() if id(b) in same}
         args, kwargs = map_tensors(_plain, (use.args, use.kwargs))
         training = {m: m.training for m in module.modules()}
         sparse = [m for m in module.modules() if getattr(m, "sparse", False) is True]
@@ -38,10 +41,11 @@ class GenericRule:
         _set_training(use.training)
         precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
-            with unchanged(device, use.random_state), torch.enable_grad(), precision:
+            as_it_was = nullcontext() if use.states is None else use.states.installed()
+            with as_it_was, unchanged(device, use.random_state), torch.enable_grad(), precision:
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
-                output = tensors(functional_call(module, {**state, **buffers}, args, kwargs))
+                output = tensors(functional_call(module, state, args, kwargs, tie_weights=False))
                 reached = [p for p in use.output_gradients if output[p].requires_grad]
                 outputs = {p: output[p].movedim(use.axes[p] or 0, 0) for p in reached}
         finally:
@@ -68,6 +72,16 @@ class GenericRule:
     def elements_per_sample(self, use: Use) -> int:
         """The masked output gradients: as large as the whole output, for each sample."""
         return sum(delta.numel() for delta in use.output_gradients.values())
+
+
+def slots(module: Module, kind: str) -> dict[str, Tensor]:
+    """Where a module and those below it hold parameters or buffers: each place once, also if it has several names."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, owner in module.named_modules()
+        for name, tensor in getattr(owner, kind).items()
+        if tensor is not None
+    }
 
 
 def _set_training(modes: Mapping[Module, bool]) -> None:

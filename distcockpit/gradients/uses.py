@@ -7,17 +7,20 @@ Together they determine the individual gradients of the layer's parameters. That
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
 
 Axes = tuple[int | None, ...]
 """The batch axis of each tensor of an output; ``None`` where there is none."""
+
+Shapes = Sequence[torch.Size]
 
 Blocks = Callable[[slice], dict[str, Tensor]]
 """Maps a range of samples to their individual gradients by local parameter name, each ``[n, *parameter.shape]``."""
@@ -72,8 +75,11 @@ class Use:
     training: dict[Module, bool]  # of the module and those below it
     buffers: dict[str, Tensor]
     random_state: RandomState | None
+    states: ModuleStates | None  # attributes of the module and those below it before the call
     autocast: torch.dtype | None  # the type of mixed precision in the call, if any
     axes: Axes  # where the batch is in each tensor of the output
+    shapes: Shapes  # of these tensors
+    call: int  # how often the module was called before in the pass
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
 
@@ -88,6 +94,18 @@ class Use:
         """The input of a layer with one input, ``[B, *]``; its batch axis is that of the output."""
         (x,) = [*self.args, *self.kwargs.values()]
         return x.detach().movedim(self.axes[0] or 0, 0)
+
+    def serving(self, parameters: Mapping[str, str]) -> Use:
+        """The same call, for these parameters of its layer."""
+        return replace(self, layer=replace(self.layer, parameters=parameters))
+
+    def settle(self, axes: Axes) -> None:
+        """Correct the batch axes, where they were guessed."""
+        for position, gradient in self.output_gradients.items():
+            if gradient.dim():
+                as_it_was = gradient.movedim(0, self.axes[position] or 0)
+                self.output_gradients[position] = as_it_was.movedim(axes[position] or 0, 0)
+        self.axes = axes
 
     @property
     def is_separable(self) -> bool:
