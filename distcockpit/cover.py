@@ -43,10 +43,7 @@ class Cover:
         for layer in self.own:
             for full in layer.parameters.values():
                 owners[full] = (*owners.get(full, ()), layer.path)
-        found = owners | dict(self.raised)
-        return {
-            full: tuple(p for p in paths if not any(_is_below(p, q) for q in paths)) for full, paths in found.items()
-        }
+        return {full: _topmost(paths) for full, paths in (owners | dict(self.raised)).items()}
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -115,7 +112,7 @@ class Cover:
             scopes = {
                 self._parent(path, parameter, why) if path in failing else path for path in self.scopes[parameter]
             }
-            raised[parameter] = tuple(path for path in sorted(scopes) if not any(_is_below(path, p) for p in scopes))
+            raised[parameter] = _topmost(sorted(scopes))
         whys = {parameter: why for parameter, (why, _) in reasons.items()}
         return replace(self, raised=raised, reasons={**whys, **self.reasons})
 
@@ -134,6 +131,12 @@ class Cover:
             "axis is the batch and compute the loss from them alone, use the parameter inside a module that does, or "
             f"leave the layer out: exclude=['{owner.path}']."
         )
+
+
+def _topmost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Without those that lie below others."""
+    paths = tuple(paths)
+    return tuple(path for path in paths if not any(_is_below(path, other) for other in paths))
 
 
 def _is_below(path: str, ancestor: str) -> bool:

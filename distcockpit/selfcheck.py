@@ -94,9 +94,14 @@ class SelfCheck:
             The parameters whose gradients are to be watched, by name.
         """
         self._count += 1
-        if self._count & (self._count - 1) == 0:
+        if self.is_thorough:
             self.unchecked = set(self.tracked)
         return {name: p for name, p in self.tracked.items() if name in self.unchecked | self._checked_alone}
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether this step checks everything."""
+        return self._count & (self._count - 1) == 0
 
     def due(self, captured: Sequence[Captured]) -> list[str]:
         """The parameters to examine in this step: those not checked, and those that were, but differ now."""

@@ -174,7 +174,7 @@ class TrackedStep:
         session, setup = self._session, self._setup
         constant = bool(training_batchnorms(setup.bare))
         if constant:
-            if any(bool(seen[name].any()) for name in session.check.unchecked & seen.keys()):
+            if session.check.is_thorough:
                 check_outputs_tell_all(self._again(captured, False)[1], seen, setup.bare)
             captured, seen = self._again(captured, constant)
         while names := session.check.due(captured):
