@@ -65,7 +65,8 @@ def mixed_up_rows(
                 raise ValueError(
                     f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend "
                     "on the inputs of others, so individual gradients are not defined. Remove what mixes them "
-                    "(statistics, sorting or capacities over the batch), or do not track this model."
+                    "(statistics, sorting or capacities over the batch). If the first tensor that it is given does not "
+                    "begin with the batch, say batch_dim=... or track(step, batch_size=...)."
                 )
             found |= paths
     return found

@@ -51,8 +51,13 @@ class BatchAxes:
             passes: The forward passes of the step.
         """
         first = next((forward for forward in passes if forward.batch_size), None)
-        if not self._met_unknown or first is None or self.failed:
-            return
+        if self._met_unknown and first is not None and not self.failed:
+            self._look(model, first, passes)
+        for forward in passes:
+            known = self._known.get("", [()])[0]
+            forward.is_prediction = 0 <= forward.loss_position < len(known) and known[forward.loss_position] is not None
+
+    def _look(self, model: nn.Module, first: ForwardPass, passes: Sequence[ForwardPass]) -> None:
         if first.writes_parameters:
             self._give_up("its forward writes to its parameters")
             return
@@ -63,7 +68,6 @@ class BatchAxes:
         for use in first.uses:
             self._learn(use.layer.path, use.call, use.shapes, grown, first.batch_size)
         self._learn("", 0, shapes_of(first.output), grown, first.batch_size)
-        first.grown = grown.get("", [None])[0]
         for forward in passes:
             for use in forward.uses:
                 use.settle(self.of(use.layer.path, use.call, use.shapes, forward.batch_size))
@@ -168,9 +172,9 @@ def shapes_of(output: Any) -> Shapes:
 
 
 def _grown_axis(shape: torch.Size, grown: torch.Size, batch_size: int) -> int | None:
-    """The one axis that grew from B to B + 1."""
+    """The one axis that grew from B to B + 1; that of a single sample may have been squeezed away."""
     if len(shape) != len(grown):
-        return None
+        return 0 if batch_size == 1 and not shape and tuple(grown) == (2,) else None
     changed = [k for k, (before, after) in enumerate(zip(shape, grown, strict=True)) if before != after]
     if len(changed) != 1 or (shape[changed[0]], grown[changed[0]]) != (batch_size, batch_size + 1):
         return None

@@ -89,7 +89,8 @@ class Capture:
         for name, parameter in self._watch.items():
             keep(parameter.register_hook(self._add_parameter_gradient(name)))
             others: Any = parameter._backward_hooks  # ordered; ours shall see the gradient before they change it
-            others.move_to_end(self._handles[-1].id, last=False)
+            for key in [key for key in others if key != self._handles[-1].id]:
+                others[key] = others.pop(key)
 
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""

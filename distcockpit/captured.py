@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.gradients.uses import Axes, MicroBatch, Shapes, Use
+from distcockpit.gradients.uses import Axes, MicroBatch, Use
 from distcockpit.losses import Decomposition, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
@@ -39,7 +39,7 @@ class ForwardPass:
     calls: Counter[str] = field(default_factory=Counter)  # of each module
     output: Any = None
     axes: Axes = ()  # where the batch is in each tensor of the output
-    grown: Shapes | None = None  # the shapes of these tensors with one sample more, if that is known
+    is_prediction: bool = False  # whether the scalar output has a batch axis when there are more samples
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     loss: Tensor | None = None  # the scalar output, if there is one
     loss_position: int = -1
@@ -53,7 +53,7 @@ class ForwardPass:
         """
         if set(self.output_gradients) != {self.loss_position}:
             return None
-        if self.grown is not None and self.grown[self.loss_position]:
+        if self.is_prediction:
             return None
         return self.output_gradients[self.loss_position].double()
 

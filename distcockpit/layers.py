@@ -42,6 +42,12 @@ def find_layers(
             f"The model ({type(model).__name__}) has no trainable parameters, so there is nothing to track. "
             "Parameters are trainable when requires_grad is True."
         )
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter '{name}' has no shape yet. Call the model once with a batch before DistCockpit is "
+                "constructed."
+            )
     layers, left_out = [], {}
     for path, module in _modules(model):
         unit = is_unit(module)
@@ -66,7 +72,7 @@ def find_layers(
         )
     for layer in layers:
         for local in layer.parameters:
-            if layer.module.get_parameter(local).is_complex():
+            if dict(layer.module.named_parameters(remove_duplicate=False))[local].is_complex():
                 raise ValueError(
                     f"Layer '{layer.path}' ({type(layer.module).__name__}) has the complex parameter '{local}', which "
                     "is not supported. Hold its parts in one real parameter and use torch.view_as_complex, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ class GenericRule:
         _set_training(use.training)
         precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
-            as_it_was = nullcontext() if use.states is None else use.states.installed()
-            with as_it_was, unchanged(device, use.random_state), torch.enable_grad(), precision:
+            with _as_it_was(use), unchanged(device, use.random_state), torch.enable_grad(), precision:
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
                 output = tensors(functional_call(module, state, args, kwargs, tie_weights=False))
@@ -62,9 +61,11 @@ class GenericRule:
                     for name, leaf in zip(names, leaves.values(), strict=True)
                 }
             masked = [_one_sample_each(use.output_gradients[p].to(z.dtype), rows) for p, z in outputs.items()]
+            with _as_it_was(use):  # hooks of the user's on tensors write to modules
+                gradients = pull_back(masked)
             return {
                 name: leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
-                for name, leaf, gradient in zip(names, leaves.values(), pull_back(masked), strict=True)
+                for name, leaf, gradient in zip(names, leaves.values(), gradients, strict=True)
             }
 
         return block
@@ -72,6 +73,11 @@ class GenericRule:
     def elements_per_sample(self, use: Use) -> int:
         """The masked output gradients: as large as the whole output, for each sample."""
         return sum(delta.numel() for delta in use.output_gradients.values())
+
+
+def _as_it_was(use: Use) -> AbstractContextManager[None]:
+    """The attributes of the modules before the call; whatever is written to them inside is forgotten."""
+    return nullcontext() if use.states is None else use.states.installed()
 
 
 def slots(module: Module, kind: str) -> dict[str, Tensor]:

@@ -1,0 +1,282 @@
+"""Passes are run again: whatever the model keeps, the training goes on as without, and numbers are right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from test_models import Moments
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.quantities import HessMaxEV, Quantity
+
+B, WIDTH, CLASSES = 6, 6, 5
+
+
+class Base(nn.Module):
+    """Positions make the step run again for the parent, and all these keep something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions, self.head = nn.Linear(6, 6), nn.Embedding(1, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)) + self.positions.weight[0] * self.scale(x))
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        return 1.0
+
+
+class Counter(Base):
+    calls = 0
+
+    def scale(self, x: Tensor) -> float:
+        self.calls += 1
+        return 1.0 + self.calls
+
+
+class Hidden(Base):
+    """Remembers its latest output, and its mean as a plain tensor that it writes to in place."""
+
+    state: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.seen = torch.zeros(6), []
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.state = x.detach() if self.state is None else 0.5 * self.state + x.detach()
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.seen.append(float(self.mean.sum()))
+        return self.state + self.mean + len(self.seen)
+
+
+class Noise(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def scale(self, x: Tensor) -> float:
+        drawn = torch.rand((), generator=self.generator)
+        return float(drawn) + random.random() + np.random.rand() + float(torch.rand(()))
+
+
+class FirstBatch(Base):
+    """Takes its initial scale from the first batch, into a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.done = nn.Parameter(torch.ones(6)), False
+
+    def scale(self, x: Tensor) -> Tensor:
+        if not self.done:
+            self.start.data.copy_(1 / x.std(0))
+            self.done = True
+        return self.start
+
+
+class Momentum(nn.Module):
+    """An average of weights, written in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.slow, self.head = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mine, other in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return self.head(torch.tanh(self.first(x)) + self.slow(x).detach())
+
+
+class Twins(nn.Module):
+    """One module at two places, called on what has a batch and on what has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 6)] * 2), nn.Linear(6, 5)
+        self.register_buffer("grid", torch.linspace(-1, 1, 24).reshape(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + layer(self.grid).sum(0)
+        return self.head(x)
+
+
+class Picture(Base):
+    """Keeps a gradient by a hook, as saliency maps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def scale(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        if z.requires_grad:
+            z.register_hook(lambda g: setattr(self, "kept", g))
+        return z
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "counter": Counter,
+    "hidden state": Hidden,
+    "random numbers of all kinds": Noise,
+    "data-dependent start": FirstBatch,
+    "momentum encoder": Momentum,
+    "one module at two places": Twins,
+    "hook that keeps a gradient": Picture,
+}
+
+
+def train(
+    model: nn.Module, loop: Callable[..., Tensor], tmp_path: Path | None, quantities: list[Quantity]
+) -> list[Any]:
+    """Three steps; the individual gradients that one batched pass has, before each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for kind in (torch.manual_seed, random.seed, np.random.seed):
+        kind(1)
+    loss_fn = nn.CrossEntropyLoss()
+    options = {"quantities": quantities, "schedule": every(1), "enabled": tmp_path is not None}
+    found = []
+    with DistCockpit(model, loss_fn, optimizer, store=(tmp_path or Path()) / "run", **options) as cockpit:
+        for step in range(3):
+            data = torch.Generator().manual_seed(step)
+            x, y = torch.randn(B, WIDTH, generator=data), torch.arange(B) % CLASSES
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                z = loop(cockpit, x)
+                losses = F.cross_entropy(z, y, reduction="none")
+                loss = loss_fn(z, y)
+                if tmp_path is None:
+                    named = {k: p for k, p in model.named_parameters() if p.requires_grad}
+                    rows = [
+                        torch.autograd.grad(each, list(named.values()), retain_graph=True, materialize_grads=True)
+                        for each in losses
+                    ]
+                    stacked = {k: torch.stack([r[i] for r in rows]).double().numpy() for i, k in enumerate(named)}
+                    found.append(oracle.Batch(losses.detach().double().numpy(), stacked, {}, {}))
+                    if isinstance(model, Picture):
+                        model.kept = None
+                loss.backward()
+            optimizer.step()
+    left = [t.clone() for t in model.state_dict().values()]
+    kept = [
+        str({k: v for k, v in vars(m).items() if type(v) in (int, float, list, bool, Tensor)}) for m in model.modules()
+    ]
+    return [found, [*left, torch.get_rng_state()], [random.random(), np.random.rand(), kept]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_keeps(tmp_path: Path, name: str) -> None:
+    results = []
+    for path in (None, tmp_path):
+        torch.manual_seed(7)
+        results.append(train(MODELS[name](), lambda cockpit, x: cockpit(x), path, [Moments()]))
+    (expected, plain, others), (_, tracked, same) = results
+    assert all(torch.equal(a, b) for a, b in zip(plain, tracked, strict=True)) and others == same
+    rows = open_run(tmp_path / "run")["moments"]
+    for step, batch in enumerate(expected):
+        squares = [(g**2).sum() / B for g in batch.gradients.values()]
+        np.testing.assert_allclose(rows["mean_of"].sel(step=step), squares, rtol=1e-4, atol=1e-9)
+
+
+def test_parametrizations_that_are_cached(tmp_path: Path) -> None:
+    net, loss_fn = parametrizations.weight_norm(nn.Linear(6, 5)), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        with cockpit.track(0), parametrize.cached():
+            loss_fn(cockpit(torch.randn(B, 6)), torch.arange(B) % 5).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in net.parameters())
+
+
+def test_an_output_without_axes_is_no_loss(tmp_path: Path) -> None:
+    """A variational autoencoder returns a penalty beside its prediction."""
+
+    class Autoencoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.decode = nn.Linear(6, 3), nn.Linear(3, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            z = self.code(x)
+            return self.decode(z), z.square().sum(1).mean()
+
+    torch.manual_seed(2)
+    net, x = Autoencoder(), torch.randn(B, 6)
+    with DistCockpit(net, None, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            prediction, penalty = cockpit(x)
+            (F.mse_loss(prediction, x) + 0.1 * penalty).backward()
+    squares = []
+    for each in x:
+        prediction, penalty = net(each[None])
+        loss = F.mse_loss(prediction, each[None]) + 0.1 * penalty
+        squares.append([float(g.square().sum()) for g in torch.autograd.grad(loss, list(net.parameters()))])
+    values = open_run(tmp_path / "run")["moments"]["mean_of"][0]
+    np.testing.assert_allclose(values, np.mean(squares, 0), rtol=1e-4)
+
+
+def test_a_prediction_without_axes_is_no_loss(tmp_path: Path) -> None:
+    """`squeeze` takes the axis of a single sample away, too."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
+    net.forward = lambda x: net[0](x).squeeze()
+    for order in ((1, 6), (6, 1)):
+        store = tmp_path / str(order)
+        with DistCockpit(net, None, store=store, quantities=[Moments()], schedule=every(1)) as cockpit:
+            for step, n in enumerate(order):
+                x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+                with cockpit.track(step):
+                    F.mse_loss(cockpit(x), torch.ones(n).squeeze()).backward()
+                gradients = 2 * (net[0](x) - 1).detach() * x
+                value = float(gradients.square().sum(1).mean())
+                cockpit.flush()
+                np.testing.assert_allclose(open_run(store)["moments"]["mean_of"].sel(step=step)[0], value, rtol=1e-4)
+
+
+def test_a_term_that_joins_the_loss_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A penalty on weights is of no sample. From the start it is refused; later the run goes on, and the log says so."""
+    net, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)), nn.CrossEntropyLoss()
+    with caplog.at_level("WARNING"):
+        with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+            for step in range(4):
+                with cockpit.track(step):
+                    loss = loss_fn(cockpit(torch.randn(B, 6)), torch.arange(B) % 5)
+                    (loss + (step > 0) * sum(p.square().sum() for p in net.parameters())).backward()
+            assert all(row.route == "closed form" for row in cockpit.coverage())
+    (said,) = [r.getMessage() for r in caplog.records if "not any more" in r.getMessage()]
+    assert "step 1" in said and "after 0 on" in said and "'0.weight'" in said
+
+
+def test_hooks_on_parameters_do_not_matter(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    net, loss_fn, x, y = nn.Linear(6, 5), nn.CrossEntropyLoss(), torch.randn(B, 6), torch.arange(B) % 5
+    net.weight.register_hook(lambda g: g * 0.5)
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+        assert all(row.checked for row in cockpit.coverage())
+
+
+def test_a_forward_that_empties_its_input(tmp_path: Path) -> None:
+    class Pops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 5)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.inner(batch.pop("x"))
+
+    net, loss_fn = Pops(), nn.CrossEntropyLoss()
+    chosen = [Moments(), HessMaxEV(tolerance=1e-2)]
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit({"x": torch.randn(B, 6)}), torch.arange(B) % 5).backward()
+    assert np.isfinite(open_run(tmp_path / "run")["hess_max_ev"]["hess_max_ev"]).all()
