@@ -51,7 +51,8 @@ def replayed(
     if forward.writes_parameters:
         raise RuntimeError(
             "The model's forward writes to its parameters, so the step cannot be run again, which curvature, "
-            "track_batchnorm=True and layers that need a slow route do. Keep what it writes in buffers."
+            "track_batchnorm=True and layers that need a slow route do. Keep what it writes in buffers; if it does so "
+            "in its first call only, call it once before the first tracked step."
         )
     device = next(model.parameters()).device
     with (

@@ -70,18 +70,19 @@ class Noise(Base):
         return float(drawn) + random.random() + np.random.rand() + float(torch.rand(()))
 
 
-class FirstBatch(Base):
+class FirstBatch(nn.Module):
     """Takes its initial scale from the first batch, into a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
         self.start, self.done = nn.Parameter(torch.ones(6)), False
 
-    def scale(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.done:
             self.start.data.copy_(1 / x.std(0))
             self.done = True
-        return self.start
+        return self.head(torch.tanh(self.first(x * self.start)))
 
 
 class Momentum(nn.Module):
@@ -136,9 +137,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(
-    model: nn.Module, loop: Callable[..., Tensor], tmp_path: Path | None, quantities: list[Quantity]
-) -> list[Any]:
+def train(model: nn.Module, tmp_path: Path | None, quantities: list[Quantity]) -> list[Any]:
     """Three steps; the individual gradients that one batched pass has, before each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for kind in (torch.manual_seed, random.seed, np.random.seed):
@@ -152,7 +151,7 @@ def train(
             x, y = torch.randn(B, WIDTH, generator=data), torch.arange(B) % CLASSES
             optimizer.zero_grad()
             with cockpit.track(step):
-                z = loop(cockpit, x)
+                z = cockpit(x)
                 losses = F.cross_entropy(z, y, reduction="none")
                 loss = loss_fn(z, y)
                 if tmp_path is None:
@@ -168,9 +167,8 @@ def train(
                 loss.backward()
             optimizer.step()
     left = [t.clone() for t in model.state_dict().values()]
-    kept = [
-        str({k: v for k, v in vars(m).items() if type(v) in (int, float, list, bool, Tensor)}) for m in model.modules()
-    ]
+    plain = (int, float, list, bool, Tensor)
+    kept = [str({k: v for k, v in vars(m).items() if type(v) in plain}) for m in model.modules()]
     return [found, [*left, torch.get_rng_state()], [random.random(), np.random.rand(), kept]]
 
 
@@ -179,7 +177,7 @@ def test_what_a_model_keeps(tmp_path: Path, name: str) -> None:
     results = []
     for path in (None, tmp_path):
         torch.manual_seed(7)
-        results.append(train(MODELS[name](), lambda cockpit, x: cockpit(x), path, [Moments()]))
+        results.append(train(MODELS[name](), path, [Moments()]))
     (expected, plain, others), (_, tracked, same) = results
     assert all(torch.equal(a, b) for a, b in zip(plain, tracked, strict=True)) and others == same
     rows = open_run(tmp_path / "run")["moments"]
@@ -242,7 +240,7 @@ def test_a_prediction_without_axes_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_term_that_joins_the_loss_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A penalty on weights is of no sample. From the start it is refused; later the run goes on, and the log says so."""
+    """A penalty on weights is of no sample. At first it is refused; later the run goes on, and the log says so."""
     net, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)), nn.CrossEntropyLoss()
     with caplog.at_level("WARNING"):
         with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
