@@ -127,9 +127,13 @@ class SelfCheck:
         """These take another route now, which is to be checked."""
         self.unchecked |= set(names)
 
-    def served_before(self, names: Iterable[str]) -> bool:
-        """Whether these were all right at an earlier step."""
-        return set(names) <= self._served
+    def was_all_right(self, names: Iterable[str]) -> bool:
+        """Whether some of these passed at an earlier step, so that the run has gone on with them."""
+        return not self._served.isdisjoint(names)
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Do not look at these before the next thorough step."""
+        self.unchecked -= set(names)
 
 
 @dataclass(frozen=True)

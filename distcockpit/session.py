@@ -164,34 +164,25 @@ class Session:
                 "constructed. Construct a new one, with a new store, when they change."
             )
 
-    def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> bool:
+    def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
         """Let parents serve the parameters that their modules do not.
 
         Args:
             unserved: By parameter: why, and which modules.
-
-        Returns:
-            Whether they can. Where a parameter was served at an earlier step, that they cannot is a warning, and no
-            error that would end the run.
-
-        Raises:
-            ValueError: If they cannot, or must not.
         """
-        try:
-            cover = self.cover.raise_for(unserved)
-            cover.check(self.setup.slow_routes)
-        except ValueError as error:
-            if not self.check.served_before(unserved):
-                raise
-            self.say_once(
-                "unserved",
-                f"step {self._last_step}: what was exact at earlier steps is not any more, and rows of first-order "
-                f"quantities are wrong from some step after {self.check.last_checked} on: {error}",
-            )
-            return False
+        cover = self.cover.raise_for(unserved)
+        cover.check(self.setup.slow_routes)
         self.cover = cover
         self.check.failed(unserved)
-        return True
+
+    def warn_that_rows_are_wrong(self, parameters: Sequence[str], error: Exception) -> None:
+        """What was exact at earlier steps is not any more. That is no reason to end the run."""
+        self.say_once(
+            "wrong",
+            f"step {self._last_step}: individual gradients were right at step {self.check.last_checked} and are not now; "
+            f"rows in between, and from now on, may be wrong: {error}",
+        )
+        self.check.give_up(parameters)
 
     def coverage(self) -> Coverage:
         """How each parameter is tracked."""

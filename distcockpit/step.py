@@ -173,24 +173,29 @@ class TrackedStep:
         """
         session, setup = self._session, self._setup
         constant = bool(training_batchnorms(setup.bare))
-        cover = session.cover
+        live = seen
         if constant:
-            if session.check.is_thorough:
-                check_outputs_tell_all(self._again(captured, False)[1], seen, setup.bare)
             captured, seen = self._again(captured, constant)
-        before = captured
+        as_it_was, cover = captured, session.cover
         while names := session.check.due(captured):
-            found = examine(captured, seen, setup.bare, session.cover.scopes, names)
-            unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
-            if not unserved:
-                session.check.passed(found.explained, captured, self._step)
-                if found.explained:
-                    session.tell_coverage()
-                break
-            if not session.raise_cover(unserved):
+            try:
+                if constant and session.check.is_thorough:
+                    check_outputs_tell_all(self._again(captured, False)[1], live, setup.bare)
+                found = examine(captured, seen, setup.bare, session.cover.scopes, names)
+                unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
+                if not unserved:
+                    session.check.passed(found.explained, captured, self._step)
+                    if found.explained:
+                        session.tell_coverage()
+                    break
+                session.raise_cover(unserved)
+                again, seen_again = self._again(captured, constant)
+            except Exception as error:
+                if not session.check.was_all_right(names):
+                    raise
                 session.cover = cover
-                return before
-            again, seen_again = self._again(captured, constant)
+                session.warn_that_rows_are_wrong(names, error)
+                return as_it_was
             if not constant:
                 again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
             captured = again
@@ -200,22 +205,12 @@ class TrackedStep:
     def _mixed_up(
         self, captured: Sequence[Captured], names: Sequence[str], constant: bool
     ) -> dict[str, tuple[str, list[str]]]:
-        """Which of the parameters are not served by calls whose rows are the samples, with the reason.
-
-        Raises:
-            ValueError: If the model mixes samples, and did so from the beginning.
-        """
+        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
         session, setup = self._session, self._setup
         if not names:
             return {}
         layers, axes = session.cover.layers, session.axes
-        try:
-            paths = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
-        except ValueError as error:
-            if not session.check.served_before(names):
-                raise
-            session.say_once("mixed", f"step {self._step}: {error} It did not at the first tracked step.")
-            return {}
+        paths = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
         failing = {name: [path for path in session.cover.scopes[name] if path in paths] for name in names}
         why = "the rows of the output of its module are not the samples, one each"
         return {name: (why, scopes) for name, scopes in failing.items() if scopes}

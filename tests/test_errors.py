@@ -289,6 +289,10 @@ def functional(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: An
     nn.functional.cross_entropy(net(x), y).backward()
 
 
+def of_tokens(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: Any) -> None:
+    loss_fn(net(x.long().remainder(7)), y).backward()
+
+
 def scalar(cockpit: DistCockpit, net: nn.Module, x: Any, y: Any, loss_fn: Any) -> None:
     net(x).backward()
 
@@ -347,7 +351,8 @@ class Mixer(nn.Module):
         self.head = nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.first(x.long().remainder(7)).mean(1) if isinstance(self.first, nn.Embedding) else self.first(x)
+        z = self.first(x)
+        z = z.mean(1) if isinstance(self.first, nn.Embedding) else z
         return self.head((z - z.mean(0)) / z.std(0))
 
 
@@ -375,7 +380,7 @@ STEPS: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
         ["'used.weight'", "used elsewhere", "fallback='warn'", "exclude=['used']"],
     ),
     "samples that are mixed": (plain, CE(), {"model": Mixer(False)}, ["mixes the samples", "Mixer"]),
-    "tokens that are mixed": (plain, CE(), {"model": Mixer(True)}, ["mixes the samples", "Mixer"]),
+    "tokens that are mixed": (of_tokens, CE(), {"model": Mixer(True)}, ["mixes the samples", "Mixer"]),
     "curvature of a functional activation": (
         plain,
         CE(),
