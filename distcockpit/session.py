@@ -177,9 +177,10 @@ class Session:
 
     def warn_that_rows_are_wrong(self, parameters: Sequence[str], error: Exception) -> None:
         """What was exact at earlier steps is not any more. That is no reason to end the run."""
+        right = self.check.last_checked
         self.say_once(
             "wrong",
-            f"step {self._last_step}: individual gradients were right at step {self.check.last_checked} and are not now; "
+            f"step {self._last_step}: individual gradients were right at step {right} and are not any more; "
             f"rows in between, and from now on, may be wrong: {error}",
         )
         self.check.give_up(parameters)
