@@ -376,6 +376,21 @@ class Folded(nn.Module):
         return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
+class HandMade(nn.Module):
+    """A language model whose embeddings hang on the model itself, and which returns its loss beside the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"wte": nn.Embedding(VOCABULARY, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH)})
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.parts["wte"].weight = self.head.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.parts["wte"](x) + self.parts["wpe"](torch.arange(x.shape[1]))
+        z = self.head(torch.tanh(self.mix(z).cumsum(1)))
+        return z, F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+
 class ResNet18(nn.Module):
     """The layout of torchvision's, with few channels."""
 
@@ -611,6 +626,18 @@ CASES: dict[str, Case] = {
         options={"batch_dim": 1},
         group="Inputs and outputs",
     ),  # fmt: skip
+    "a loss returned beside the scores": Case(
+        HandMade,
+        batch=lambda n: {
+            "x": torch.randint(0, VOCABULARY, (n, LENGTH)),
+            "y": torch.randint(0, VOCABULARY, (n, LENGTH)),
+        },
+        losses=lambda model, batch: model(**batch)[1][None],
+        train=lambda model, batch, loss_fn: model(**batch)[1],
+        loss_fn=lambda: None,
+        slow=("parts.wpe.weight",),
+        group="Inputs and outputs",
+    ),
     "an autograd function of one's own": Case(lambda: Net(OwnFunction(), FLAT), group="Inputs and outputs"),
     "GPT-2": trained_inside(
         lambda: hugging_face("GPT2Config:GPT2LMHeadModel", **TEXT, n_positions=8, n_embd=8, n_layer=2, n_head=2),
