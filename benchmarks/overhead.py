@@ -2,6 +2,7 @@
 
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
+    python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8: one slow route
 
 One process. Plain and tracked steps are interleaved in rounds, so that a drift of the machine hits all alike; the
 table shows medians over rounds and their quartiles.
@@ -15,6 +16,7 @@ import platform
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ VARIANTS: dict[str, list[q.Quantity]] = {
     "GradHist2d": [q.GradHist2d()],
     "HessTrace diag_h": [q.HessTrace()],
     "TICDiag": [q.TICDiag()],
+    "HessTrace hutchinson": [q.HessTrace(curvature="hutchinson")],
     "HessMaxEV": [q.HessMaxEV()],
     "GradientNoiseScale": [q.GradientNoiseScale()],
     "RankDisagreement": [q.RankDisagreement()],
@@ -49,10 +52,30 @@ VARIANTS: dict[str, list[q.Quantity]] = {
 }
 
 
+CHAINS_ONLY = ("HessTrace diag_h", "TICDiag", "business", "full")  # quantities that need BackPACK's diagonals
+
+
+class Gpt2(nn.Module):
+    """GPT-2 as a classifier of what comes after 48 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model  # noqa: PLC0415 - slow to import
+
+        self.body = GPT2Model(GPT2Config(vocab_size=67, n_positions=48, n_embd=64, n_layer=2, n_head=4))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores from the last position."""
+        return self.head(self.body(x).last_hidden_state[:, -1])
+
+
 def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
     if kind == "mlp":
         layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
         return nn.Sequential(*layers), torch.rand(128, 784)
+    if kind == "gpt2":
+        return Gpt2(), torch.randint(67, (8, 48))
     layers, channels = [], 3
     for out, kernel, padding in ((64, 5, 0), (96, 3, 0), (128, 3, 1)):
         layers += [nn.Conv2d(channels, out, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)]
@@ -64,13 +87,15 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
 class Loop:
     """A training loop that can be advanced by a few steps."""
 
-    def __init__(self, kind: str, store: Path | None, quantities: list[q.Quantity], period: int = 1) -> None:
+    def __init__(
+        self, kind: str, store: Path | None, quantities: list[q.Quantity], period: int = 1, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model, self.x = make(kind)
         self.y = torch.randint(10, (len(self.x),))
         self.loss_fn = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        options = {"enabled": False, "store": ""} if store is None else {"store": store, "quantities": quantities}
+        options |= {"enabled": False, "store": ""} if store is None else {"store": store, "quantities": quantities}
         self.cockpit = DistCockpit(self.model, self.loss_fn, self.optimizer, schedule=every(period), **options)
         self.step = 0
 
@@ -88,7 +113,7 @@ class Loop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["mlp", "3c3d"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt2"], default="mlp")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps per round and variant")
     parser.add_argument("--json", type=Path, help="write all measurements here")
@@ -97,7 +122,13 @@ def main() -> None:
         loops = {"plain": Loop(args.model, None, []), "plain again": Loop(args.model, None, [])}
         # The first step of a run is tracked and checks itself; warming up leaves it behind.
         loops["not tracked"] = Loop(args.model, Path(folder, "off"), presets.economy(), 10**9)
-        loops |= {name: Loop(args.model, Path(folder, name), quantities) for name, quantities in VARIANTS.items()}
+        for name, quantities in VARIANTS.items():
+            if args.model != "gpt2" or name not in CHAINS_ONLY:
+                loops[name] = Loop(args.model, Path(folder, name), quantities)
+        if args.model == "gpt2":
+            loops["economy, no slow route"] = Loop(
+                args.model, Path(folder, "fast"), presets.economy(), exclude=["*.wpe"]
+            )
         for loop in loops.values():
             loop.advance(3)
         times: dict[str, list[float]] = {name: [] for name in loops}
