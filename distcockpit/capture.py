@@ -39,6 +39,7 @@ class Capture:
         loss: What is known of the loss from outside.
         axes: Where the batch is.
         replay: Whether passes may be run again, so that their random state and buffers are kept.
+        thorough: Whether to look if the forward pass writes to parameters.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the first axis of the first tensor.
@@ -53,13 +54,15 @@ class Capture:
         axes: BatchAxes,
         *,
         replay: bool = False,
+        thorough: bool = False,
         output_gradients: bool = True,
         observers: Mapping[str, Observer] | None = None,
         batch_size: int | None = None,
         watch: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
-        self._replay, self._batch_size, self._watch = replay, batch_size, watch or {}
+        self._replay, self._thorough = replay, thorough
+        self._batch_size, self._watch = batch_size, watch or {}
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
@@ -121,8 +124,8 @@ class Capture:
         self._entered = time.perf_counter()
 
     def _fingerprint(self) -> str:
-        """Of the parameters, while it is not known that the forward pass leaves them alone."""
-        if not (self._replay and self._watch):
+        """Of the parameters, to see whether the forward pass leaves them alone."""
+        if not self._thorough:
             return ""
         with torch.no_grad():
             return repr(torch.stack([p.sum(dtype=torch.float64) for p in self._model.parameters()]).tolist())

@@ -97,16 +97,18 @@ class TrackedStep:
         gradients = wanted(self._active, "output_gradients")
         norms = {path for path, _ in training_batchnorms(setup.bare)}
         everything = gradients or bool(observers)
+        watched = session.check.begin()
         self._capture = Capture(
             setup.bare,
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             session.axes,
             replay=True,
+            thorough=session.check.is_thorough,
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
-            watch=session.check.begin(),
+            watch=watched,
         )
         self._capture.start()
 
