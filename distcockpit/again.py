@@ -51,13 +51,13 @@ def mixed_up_rows(
         for forward in micro.passes:
             if micro.batch_size < 2 or not forward.output_gradients or not forward.can_run_again:
                 continue
-            problem: Exception | None = None
+            problem = ""
             for inputs_ask in (True, False):  # for gradients, which some models do not bear
                 try:
                     paths, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
                     break
                 except Exception as error:  # the user's model, run again: anything
-                    problem = error
+                    problem = f"{type(error).__name__}: {error}"
             else:
                 logger.warning("distcockpit: that rows of outputs are samples could not be checked: %s", problem)
                 continue
@@ -109,9 +109,11 @@ def _mixed_up(
             for gradient in at_leaves[: len(inputs)]:
                 mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
             for use in uses:
-                if any(g.dim() and len(g) == n and _reaches(~loud, g) for g in use.output_gradients.values()):
+                rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]
+                if any(_reaches(~loud, g) for g in rows_of):
                     found.add(use.layer.path)
-                    mixed |= use.rule is EMBEDDING and any(use.input.data_ptr() == t.data_ptr() for t in given)
+                    index = tensors((use.args, use.kwargs)) if use.rule is EMBEDDING else []
+                    mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
     return found, mixed
 
 
@@ -140,9 +142,9 @@ def _recaptured(
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
     """The tensors that the model returns when it is called again, with other layers hooked."""
     again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size)
-    again.start()
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
+        again.start()
         with torch.enable_grad(), replayed(model, forward, statistics) as output:
             yield again, tensors(output)
     finally:

@@ -219,16 +219,16 @@ def check_batch(weight: object, batch_size: object) -> None:
 
 
 def description(
-    facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None, track_batchnorm: bool, batch_dim: int
+    facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None, **options: object
 ) -> dict[str, str]:
     """What all ranks must agree on, by name."""
     agreed = {"distcockpit version": __version__, "torch version": torch.__version__}
     agreed |= {f"quantity '{q.name}'": f"{type(q).__name__}({q.options()})" for q in quantities}
     agreed |= {f"parameter {i}": f"'{name}' {shape}" for i, (name, shape) in enumerate(facts.shapes.items())}
-    options = {} if loss_fn is None else {k: v for k, v in vars(loss_fn).items() if isinstance(v, int | float | str)}
-    agreed["loss_fn"] = f"{type(loss_fn).__name__} {options}"
-    agreed["track_batchnorm"] = str(track_batchnorm)
-    agreed["batch_dim"] = str(batch_dim)
+    kinds = int | float | str
+    of_loss = {} if loss_fn is None else {k: v for k, v in vars(loss_fn).items() if isinstance(v, kinds)}
+    agreed["loss_fn"] = f"{type(loss_fn).__name__} {of_loss}"
+    agreed |= {name: str(value) for name, value in options.items()}
     agreed["tracked modules"] = str(list(facts.leaves))
     agreed["the optimizer's parameter groups"] = str((facts.n_parameter_groups, dict(facts.parameter_groups)))
     agreed["the order of quantities"] = str([q.name for q in quantities])
@@ -272,7 +272,6 @@ def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
         "versions": {"distcockpit": __version__, "torch": torch.__version__},
         "world_size": setup.world.size,
         "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
-        "layers": {layer.path: layer.rule.description for layer in setup.layers if layer.parameters},
         "coverage": table.attributes(),
         "config": {
             "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],

@@ -36,6 +36,7 @@ class BatchAxes:
     def __init__(self, batch_dim: int = 0) -> None:
         self.batch_dim = batch_dim
         self.failed = False  # whether the model could not be called with one sample more
+        self.is_settled = False  # whether another look would teach nothing
         self._known: dict[str, list[Axes]] = {}  # by module, one entry per call
         self._met_unknown = True
 
@@ -51,7 +52,7 @@ class BatchAxes:
             passes: The forward passes of the step.
         """
         first = next((forward for forward in passes if forward.batch_size), None)
-        if self._met_unknown and first is not None and not self.failed:
+        if self._met_unknown and first is not None and not self.failed and not self.is_settled:
             self._look(model, first, passes)
         for forward in passes:
             known = self._known.get("", [()])[0]
@@ -64,10 +65,11 @@ class BatchAxes:
         grown = self._call_with_one_more(model, first)
         if grown is None:
             return
-        self._met_unknown = False
+        self._met_unknown, before = False, sum(map(len, self._known.values()))
         for use in first.uses:
             self._learn(use.layer.path, use.call, use.shapes, grown, first.batch_size)
         self._learn("", 0, shapes_of(first.output), grown, first.batch_size)
+        self.is_settled = sum(map(len, self._known.values())) == before  # what is still unknown cannot be learned so
         for forward in passes:
             for use in forward.uses:
                 use.settle(self.of(use.layer.path, use.call, use.shapes, forward.batch_size))
@@ -82,22 +84,21 @@ class BatchAxes:
             )
             for path, module in model.named_modules()
         ]
-        problem: Exception | None = None
+        problem = ""
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            for only_first in (False, True):
+            for only_first in (True, False):
                 shapes.clear()
                 try:
                     more = self._with_one_more(forward, only_first)
                     with torch.no_grad(), replayed(model, more, statistics, ModuleStates.take(model)):
                         return dict(shapes)
                 except Exception as error:  # the user's model: anything
-                    problem = problem or error
+                    problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
         finally:
             for handle in handles:
                 handle.remove()
-        text = str(problem).splitlines()[0] if str(problem) else "no text"
-        self._give_up(f"{type(problem).__name__}: {text}")
+        self._give_up(problem)
         return None
 
     def _give_up(self, why: str) -> None:
@@ -156,14 +157,18 @@ class BatchAxes:
         if call < len(more) and len(more[call]) == len(shapes) and len(calls) == call:
             calls.append(tuple(_grown_axis(s, g, batch_size) for s, g in zip(shapes, more[call], strict=True)))
 
+    def is_known(self, path: str, call: int) -> bool:
+        """Whether the axes of this output are known, or the best that can be had."""
+        return self.failed or self.is_settled or call < len(self._known.get(path, []))
+
     def _guess(self, shape: torch.Size, batch_size: int) -> int | None:
         return next((k for k in (self.batch_dim, 0) if len(shape) > k and shape[k] == batch_size), None)
 
 
 def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     """Shapes do not depend on them."""
-    device = next((t.device for t in (norm.weight, norm.running_mean) if t is not None), None)
-    return torch.zeros(norm.num_features, device=device), torch.ones(norm.num_features, device=device)
+    like = next((t for t in (norm.running_mean, norm.weight) if t is not None), torch.zeros(()))
+    return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
 
 
 def shapes_of(output: Any) -> Shapes:

@@ -42,7 +42,7 @@ class Capture:
         thorough: Whether to look if the forward pass writes to parameters.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
-        batch_size: The user's word on the batch size, overriding the first axis of the first tensor.
+        batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
         watch: Parameters of which ``parameter_gradients`` shall hold what autograd gave them.
     """
 
@@ -71,6 +71,7 @@ class Capture:
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
+        self._to_show: list[tuple[Use, int, Tensor]] = []
         self._parameters = ""
         self.forward_seconds = 0.0
         self.parameter_gradients: dict[str, Tensor] = {}
@@ -141,8 +142,8 @@ class Capture:
         if batch_size is not None:
             return batch_size
         raise ValueError(
-            "The model was called without a tensor argument that has a batch axis, so the batch size is unknown. "
-            "Pass it: track(step, batch_size=...)."
+            "The model was called without a tensor argument that has a batch axis, so the batch size is unknown "
+            f"(batch_dim={self._axes.batch_dim}). Pass it: track(step, batch_size=...)."
         )
 
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -223,7 +224,14 @@ class Capture:
         first = next((k for k, t in enumerate(tensors(output)) if t.is_floating_point()), None)
         if first is None:
             return
-        axis, values = use.axes[first], tensors(output)[first].detach()
+        values = tensors(output)[first].detach()
+        if self._axes.is_known(use.layer.path, use.call):
+            self._show(use, first, values)
+        else:
+            self._to_show.append((use, first, values.clone()))  # when the step has ended
+
+    def _show(self, use: Use, position: int, values: Tensor) -> None:
+        axis = use.axes[position]
         values = values if axis is None else values.movedim(axis, 0)
         kept = {name: observe(values, axis is not None) for name, observe in self._observers.items()}
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
@@ -297,6 +305,9 @@ class Capture:
     def finish(self) -> list[Captured]:
         """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does."""
         self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
+        with torch.no_grad():
+            for use, position, values in self._to_show:
+                self._show(use, position, values)
         return interpret(self.micros, self._loss, self._batch_size)
 
 

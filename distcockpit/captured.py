@@ -130,7 +130,13 @@ class Captured:
         """The same, with the uses of a second pass for the parameters ``names``, and its own for all else."""
         mine = [use.serving({k: v for k, v in use.layer.parameters.items() if v not in names}) for use in self.uses]
         theirs = [use.serving({k: v for k, v in use.layer.parameters.items() if v in names}) for use in other.uses]
-        return replace(self, uses=[*mine, *(use for use in theirs if use.layer.parameters)])
+        return replace(
+            self,
+            uses=[
+                *(use for use in mine if use.layer.parameters or use.is_separable),
+                *(use for use in theirs if use.layer.parameters),
+            ],
+        )
 
     def individual_losses(self, samples_per_weight: float, device: torch.device) -> Tensor:
         """Losses l_i of the samples in the pooled meaning, float64 ``[B]``; zero where they have no weight."""

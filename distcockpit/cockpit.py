@@ -65,7 +65,8 @@ class DistCockpit:
         batch_dim: The batch axis of the model's inputs. Those of the layers inside are found by calling the model once
             with one sample more.
         fallback: What to do where only a slow route is exact (running a part of the model again, one backward pass per
-            sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses.
+            sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses, at the
+            latest when the first tracked step ends.
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
@@ -122,7 +123,8 @@ class DistCockpit:
             facts = model_facts(bare, layers, optimizer, world.size)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
-        difference = first_difference(world.share(description(facts, chosen, loss_fn, track_batchnorm, batch_dim)))
+        options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
+        difference = first_difference(world.share(description(facts, chosen, loss_fn, **options)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
         setup = Setup(
@@ -177,7 +179,7 @@ class DistCockpit:
             epoch: Stored beside the step.
             weight: What the loss was divided by, where that is neither the number of samples nor known from the loss
                 module: a number of tokens, for example.
-            batch_size: Number of samples, where it is not the first axis of the model's first tensor argument.
+            batch_size: Number of samples, where it is not the batch axis of the model's first tensor argument.
 
         Raises:
             TypeError: If an argument is no number.

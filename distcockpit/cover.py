@@ -16,6 +16,7 @@ from torch import nn
 
 from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer
+from distcockpit.quantities.batch import label
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
@@ -76,7 +77,7 @@ class Cover:
 
     def _named(self, paths: Iterable[str]) -> str:
         modules = dict(self.model.named_modules())
-        return " and ".join(f"'{path}' ({type(modules[path]).__name__})" for path in paths)
+        return " and ".join(f"'{label(path)}' ({type(modules[path]).__name__})" for path in paths)
 
     def why(self, parameter: str) -> str:
         """Why a parameter takes a slow route."""
@@ -129,7 +130,8 @@ class Cover:
             "gradients would follow from the outputs of the whole model, but these do not tell the samples apart or do "
             f"not explain its gradient. Let the model ({type(self.model).__name__}) return predictions whose first "
             "axis is the batch and compute the loss from them alone, use the parameter inside a module that does, or "
-            f"leave the layer out: exclude=['{owner.path}']."
+            f"leave the layer out: exclude=['{owner.path}']. If the model's inputs do not begin with the batch, say "
+            "batch_dim=...; if their first tensor is none, track(step, batch_size=...)."
         )
 
 

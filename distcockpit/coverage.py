@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Route:
         layers: The modules whose calls tell its individual gradients.
         checked: Whether they were found to add up to the gradient that autograd gave the parameter. Not yet, as long as
             no tracked step gave it one.
-        why: Why it takes a slow route, or none.
+        why: Why it takes a slow route, or none, or is not exact any more.
     """
 
     parameter: str
@@ -91,13 +91,19 @@ class Coverage:
         }
 
 
-def coverage(model: nn.Module, cover: Cover, unchecked: Collection[str] | None = None) -> Coverage:
+def coverage(
+    model: nn.Module,
+    cover: Cover,
+    unchecked: Collection[str] | None = None,
+    broken: Mapping[str, int] | None = None,
+) -> Coverage:
     """The table.
 
     Args:
         model: The bare module.
         cover: Which modules serve which parameters.
         unchecked: The parameters whose gradients were not explained yet; ``None`` for all.
+        broken: Those that are not explained any more, with the step at which that was seen.
     """
     rules = {layer.path: SLOW if not layer.is_leaf else layer.rule.description for layer in cover.layers}
     routes = []
@@ -110,6 +116,8 @@ def coverage(model: nn.Module, cover: Cover, unchecked: Collection[str] | None =
         kinds = sorted({rules[path] for path in scopes}, key=lambda kind: kind != SLOW)
         route = SLOW if SLOW in kinds else ", ".join(kinds)
         why = cover.why(name) if SLOW in kinds else ""
+        if broken and name in broken:
+            why = f"not exact any more, as was seen at step {broken[name]}"
         routes.append(
             Route(name, shape, route, tuple(map(label, scopes)), unchecked is not None and name not in unchecked, why)
         )

@@ -8,7 +8,7 @@ one process with the whole batch would get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,16 +92,12 @@ def quadratic_forms(
     return total
 
 
-def _vectors(leaves: Sequence[Tensor], samples: int, seed: int) -> list[list[Tensor]]:
+def _vectors(leaves: Sequence[Tensor], samples: int, seed: int) -> Iterator[list[Tensor]]:
     """Rademacher vectors; the same for every micro-batch and rank."""
     generator = torch.Generator(leaves[0].device).manual_seed(seed)
-    return [
-        [
-            torch.randint(2, p.shape, generator=generator, device=p.device, dtype=torch.int8).to(p.dtype) * 2 - 1
-            for p in leaves
-        ]
-        for _ in range(samples)
-    ]
+    for _ in range(samples):
+        signs = [torch.randint(2, p.shape, generator=generator, device=p.device, dtype=torch.int8) for p in leaves]
+        yield [sign.to(p.dtype) * 2 - 1 for sign, p in zip(signs, leaves, strict=True)]
 
 
 Vector = Sequence[Tensor]

@@ -2,7 +2,7 @@
 
 A parameter that is used without calling its module, or a layer that does not compute what its type promises, would
 otherwise leave a silent hole. A parameter is done with once its gradient was explained at a step where it was not
-zero; from then on nothing is checked, and nothing costs.
+zero, until all are checked again: at the second, fourth, eighth, ... tracked step, because loops change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distcockpit.gradients.walk import walk
 # Relative errors that rounding may make, by type; types of lower precision may make LOW_PRECISION.
 LOSS_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
-LOW_PRECISION = 0.1
+LOW, LOW_PRECISION = (torch.bfloat16, torch.float16), 0.1
 CANCELLATION = 1e-4  # of the norm of a parameter's individual gradients: what may be left where they cancel
 NOISE = 1e-6  # of the norm of the whole gradient: what may be left where a gradient is zero but for rounding
 LOW_PRECISION_NOISE = 3e3  # times as much in models of low or mixed precision
@@ -48,10 +48,18 @@ def check_losses(captured: Sequence[Captured]) -> None:
                 )
 
 
-def check_outputs_tell_all(again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module) -> None:
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    """The norm of all of them together."""
+    return float(sum(float(g.square().sum()) for g in gradients.values())) ** 0.5
+
+
+def check_outputs_tell_all(
+    captured: Sequence[Captured], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
+) -> None:
     """Whether running the step again from the gradients at the model's outputs gives the parameters theirs.
 
     Args:
+        captured: The micro-batches.
         again: The gradients of the second pass.
         seen: What arrived at the parameters in the first.
         model: The bare module.
@@ -59,10 +67,14 @@ def check_outputs_tell_all(again: Mapping[str, Tensor], seen: Mapping[str, Tenso
     Raises:
         RuntimeError: If not; names a parameter and a way out.
     """
-    whole = sum(float(g.square().sum()) for g in seen.values()) ** 0.5
+    whole = norm_of(seen)
+    low = any(use.autocast in LOW for c in captured for use in c.uses)
     for name, arrived in seen.items():
         error = float((arrived - again.get(name, torch.zeros_like(arrived))).norm())
-        if error > LOW_PRECISION * float(arrived.norm()) + NOISE * LOW_PRECISION_NOISE * whole:
+        dtype = model.get_parameter(name).dtype
+        tolerance = LOW_PRECISION if low else GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION)
+        noise = NOISE * (LOW_PRECISION_NOISE if tolerance == LOW_PRECISION else 1) * whole
+        if error > tolerance * float(arrived.norm()) + noise:
             raise RuntimeError(
                 f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
                 "the model's outputs alone, so that track_batchnorm=True cannot run the step again. Return everything "
@@ -81,6 +93,9 @@ class SelfCheck:
     unchecked: set[str] = field(init=False)
     last_checked: int = -1  # the latest step at which all was well
     _checked_alone: set[str] = field(default_factory=set)
+    whole: float = 0.0  # norm of the whole gradient at the latest thorough step
+    broken: dict[str, int] = field(default_factory=dict)  # what is not right any more, and when that was seen
+    _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
     _served: set[str] = field(default_factory=set)
     _count: int = 0  # tracked steps
 
@@ -96,7 +111,9 @@ class SelfCheck:
         self._count += 1
         if self.is_thorough:
             self.unchecked = set(self.tracked)
-        return {name: p for name, p in self.tracked.items() if name in self.unchecked | self._checked_alone}
+            self._quiet = set()
+        watched = self.unchecked | self._checked_alone
+        return {name: p for name, p in self.tracked.items() if name in watched}
 
     @property
     def is_thorough(self) -> bool:
@@ -115,9 +132,17 @@ class SelfCheck:
         differ = {name for use in odd for name in use.layer.parameters.values()}
         return [name for name in self.tracked if name in self.unchecked | differ]
 
-    def passed(self, explained: Iterable[str], captured: Sequence[Captured], step: int) -> None:
-        """These are all right."""
-        self.unchecked -= set(explained)
+    @property
+    def not_checked(self) -> set[str]:
+        """The parameters whose gradients were not explained yet, or are not any more."""
+        return self.unchecked | self._quiet | self.broken.keys()
+
+    def passed(self, found: Examination, captured: Sequence[Captured], step: int) -> None:
+        """Nothing is wrong."""
+        explained = found.explained
+        self.unchecked -= {*explained, *found.quiet}
+        self._quiet |= set(found.quiet)
+        self.broken = {name: since for name, since in self.broken.items() if name not in explained}
         self._served |= set(explained)
         self.last_checked = step
         if all(c.batch_size < 2 for c in captured):
@@ -131,9 +156,10 @@ class SelfCheck:
         """Whether some of these passed at an earlier step, so that the run has gone on with them."""
         return not self._served.isdisjoint(names)
 
-    def give_up(self, names: Iterable[str]) -> None:
-        """Do not look at these before the next thorough step."""
+    def give_up(self, names: Iterable[str], step: int) -> None:
+        """These are not right any more. Do not look at them before the next thorough step."""
         self.unchecked -= set(names)
+        self.broken = {**dict.fromkeys(names, step), **self.broken}
 
 
 @dataclass(frozen=True)
@@ -141,6 +167,7 @@ class Examination:
     """What the hooks saw, against what autograd gave the parameters."""
 
     explained: list[str]  # parameters whose gradient was finite, not zero, and explained
+    quiet: list[str]  # those whose gradient was nothing but rounding
     unserved: dict[str, tuple[str, list[str]]]  # by parameter: why not, and the modules whose calls do not serve it
 
 
@@ -150,6 +177,7 @@ def examine(
     model: nn.Module,
     scopes: Mapping[str, Sequence[str]],
     unchecked: Iterable[str],
+    whole: float,
 ) -> Examination:
     """Whether individual gradients can be told apart, and add up to the gradients that autograd gave the parameters.
 
@@ -159,6 +187,10 @@ def examine(
         model: The bare module.
         scopes: The modules whose calls serve each parameter.
         unchecked: The parameters to examine.
+        whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
+
+    Raises:
+        OutOfMemoryError: If there is no memory to run a module again.
     """
     unserved = {}
     for name in unchecked:
@@ -174,23 +206,29 @@ def examine(
     rest = [name for name in unchecked if name not in unserved]
     values = {name: p.detach() for name, p in model.named_parameters()}
     batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
-    sums, norms = GradientSum(values), SquaredNorms(values)
+    mine = {name: values[name] for name in rest}
+    sums, norms = GradientSum(mine), SquaredNorms(mine)
     try:
         walk(batches, values, rest, [sums, norms])
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a module that cannot be run again; which?
         for name in list(rest):
             sums.sums[name].zero_()
             norms.values[name].zero_()
             try:
                 walk(batches, values, [name], [sums, norms])
+            except torch.OutOfMemoryError:
+                raise
             except Exception as problem:
                 rest.remove(name)
                 text = f"its module could not be run again ({type(problem).__name__}: {problem})"
                 unserved[name] = text, list(scopes[name])
-    n, explained = sum(c.batch_size for c in captured), []
-    mixed = {use.layer.path for c in captured for use in c.uses if use.autocast in (torch.bfloat16, torch.float16)}
+    n = sum(c.batch_size for c in captured)
+    explained, quiet = [], []
+    mixed = {use.layer.path for c in captured for use in c.uses if use.autocast in LOW}
     low = {name for name in rest if mixed.intersection(scopes[name]) or values[name].dtype not in GRADIENT_TOLERANCE}
-    noise = NOISE * sum(float(g.square().sum()) for g in seen.values()) ** 0.5
+    noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
     for name in rest:
         total = sums.sums[name]
         arrived = seen.get(name, torch.zeros_like(total))
@@ -199,9 +237,11 @@ def examine(
         if not all(map(math.isfinite, (error, size, everything))):
             continue
         tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
-        if error > tolerance * size + CANCELLATION * everything + noise * (LOW_PRECISION_NOISE if low else 1):
+        if error > tolerance * size + CANCELLATION * everything + noise:
             why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
             unserved[name] = f"{why}{error:.3g}, so it is used elsewhere too", list(scopes[name])
         elif size > 0 and error <= tolerance * size + CANCELLATION * everything:
             explained.append(name)
-    return Examination(explained, unserved)
+        elif size > 0:
+            quiet.append(name)
+    return Examination(explained, quiet, unserved)

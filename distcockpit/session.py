@@ -183,11 +183,12 @@ class Session:
             f"step {self._last_step}: individual gradients were right at step {right} and are not any more; "
             f"rows in between, and from now on, may be wrong: {error}",
         )
-        self.check.give_up(parameters)
+        self.check.give_up(parameters, self._last_step)
+        self.tell_coverage()
 
     def coverage(self) -> Coverage:
         """How each parameter is tracked."""
-        return coverage(self.setup.bare, self.cover, self.check.unchecked)
+        return coverage(self.setup.bare, self.cover, self.check.not_checked, self.check.broken)
 
     def tell_coverage(self) -> None:
         """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""

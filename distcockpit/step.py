@@ -21,7 +21,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
-from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine
+from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine, norm_of
 from distcockpit.session import Session, digest
 from distcockpit.update import Start
 
@@ -179,14 +179,16 @@ class TrackedStep:
         if constant:
             captured, seen = self._again(captured, constant)
         as_it_was, cover = captured, session.cover
+        if session.check.is_thorough:
+            session.check.whole = norm_of(live)
         while names := session.check.due(captured):
             try:
                 if constant and session.check.is_thorough:
-                    check_outputs_tell_all(self._again(captured, False)[1], live, setup.bare)
-                found = examine(captured, seen, setup.bare, session.cover.scopes, names)
+                    check_outputs_tell_all(captured, self._again(captured, False)[1], live, setup.bare)
+                found = examine(captured, seen, setup.bare, session.cover.scopes, names, session.check.whole)
                 unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
                 if not unserved:
-                    session.check.passed(found.explained, captured, self._step)
+                    session.check.passed(found, captured, self._step)
                     if found.explained:
                         session.tell_coverage()
                     break

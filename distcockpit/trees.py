@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        elif isinstance(leaf, Mapping):
+        elif isinstance(leaf, MutableMapping):  # one that torch does not know as a tree, such as a UserDict
             yield from _tensors(list(leaf.values()))
 
 
@@ -37,7 +37,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
             for field in dataclasses.fields(leaf):
                 object.__setattr__(new, field.name, map_tensors(change, getattr(leaf, field.name)))
             return new
-        if isinstance(leaf, MutableMapping):  # one that torch does not know as a tree, such as a UserDict
+        if isinstance(leaf, MutableMapping):
             mapping = copy.copy(leaf)
             for key, value in leaf.items():
                 mapping[key] = map_tensors(change, value)

@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import GradHist1d, InnerTest, MeanGSNR, Quantity
+from distcockpit.quantities import (
+    GradHist1d,
+    InnerTest,
+    MeanGSNR,
+    OutputActivation,
+    OutputGradientGeometry,
+    OutputNorm,
+    Quantity,
+)
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group
 
@@ -223,6 +231,32 @@ def test_more_samples_after_one(tmp_path: Path) -> None:
             np.testing.assert_allclose(row, [(g**2).sum() / n for g in gradients.values()], rtol=1e-3, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_many_steps(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The same batch, no learning: all rows are equal, also those of the first step; no alarm, no other route."""
+    case, net, loss_fn = CASES[name], architectures.built(name), CASES[name].loss_fn()
+    batch = architectures.data(name, 0, architectures.LENGTH)  # as many samples as positions
+    outputs = [OutputNorm(), OutputActivation(), OutputGradientGeometry()]
+    options = {"quantities": [Moments(), *outputs], "schedule": every(1), **case.options}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        for step in range(18):
+            buffers = {k: b.clone() for k, b in net.named_buffers()}
+            torch.manual_seed(1)
+            with cockpit.track(step):
+                case.train(cockpit, batch, loss_fn).backward()
+            for k, b in net.named_buffers():
+                b.data.copy_(buffers[k])
+        slow = tuple(sorted(row.parameter for row in cockpit.coverage() if row.route == "slow exact fallback"))
+    assert slow == case.slow
+    assert not [r for r in caplog.records if "slow exact" not in r.getMessage()], caplog.text
+    run = open_run(tmp_path / "run")
+    for group in ("moments", "output_norm", "output_activation", "output_gradient_geometry"):
+        for field, rows in run[group].data_vars.items():
+            if field not in ("correlation", "previous_step"):
+                first = np.broadcast_to(rows[:1], rows.shape)
+                np.testing.assert_allclose(rows, first, rtol=case.rtol, atol=1e-7, err_msg=field)
+
+
 @pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
 @pytest.mark.parametrize(
     "name", ["ConvNeXt", "ResNet, track_batchnorm", "GPT-2", "BERT", "T5", "residual block in place"]
@@ -268,3 +302,72 @@ def test_a_loss_that_the_outputs_do_not_tell(tmp_path: Path) -> None:
     cockpit = DistCockpit(net, loss_fn, store=tmp_path / "without", **options)
     with cockpit.track(0):
         loss_fn(cockpit(x), y).backward()
+
+
+class Centred(nn.Module):
+    """Takes the mean over the batch away; has positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(9, 6), nn.Embedding(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = (self.words(x) + self.positions(torch.arange(4))).tanh().mean(1)
+        return self.head(z - z.mean(0))
+
+
+@pytest.mark.parametrize("n", [2, 4, 6])
+def test_samples_that_are_mixed(tmp_path: Path, n: int) -> None:
+    """Also with as many samples as positions."""
+    loss_fn = nn.CrossEntropyLoss()
+    cockpit = DistCockpit(Centred(), loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1))
+    with pytest.raises(ValueError, match=r"\(Centred\) mixes the samples"), cockpit.track(0):
+        loss_fn(cockpit(torch.randint(9, (n, 4))), torch.arange(n) % 5).backward()
+
+
+class Lookup(nn.Module):
+    """Compares samples with the rows of a table, an argument of as many rows as there may be samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_samples, self.of_table = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.of_samples(x) @ self.of_table(table).T
+
+
+@pytest.mark.parametrize("n", [5, 7])
+def test_an_argument_that_looks_like_samples(tmp_path: Path, n: int) -> None:
+    torch.manual_seed(4)
+    net, loss_fn, x, table = Lookup(), nn.CrossEntropyLoss(), torch.randn(n, 6), torch.randn(5, 6)
+    y = torch.arange(n) % 5
+    options = {"quantities": [Moments()], "schedule": every(1)}
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit, cockpit.track(0):
+        loss_fn(cockpit(x, table), y).backward()
+    squares = []
+    for each, label in zip(x, y, strict=True):
+        loss = loss_fn(net(each[None], table), label[None])
+        squares.append([float(g.square().sum()) for g in torch.autograd.grad(loss, list(net.parameters()))])
+    values = open_run(tmp_path / "run")["moments"]["mean_of"][0]
+    np.testing.assert_allclose(values, np.mean(squares, 0), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_batch_norm_of_other_types(tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    net, loss_fn = architectures.built("BatchNorm, track_batchnorm").to(dtype), nn.CrossEntropyLoss()
+    options = {"quantities": [MeanGSNR()], "schedule": every(1), "track_batchnorm": True}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        with cockpit.track(0):
+            batch = architectures.data("BatchNorm, track_batchnorm", 0, 6)
+            loss_fn(cockpit(batch["x"].to(dtype)), batch["y"]).backward()
+    assert not caplog.records
+
+
+def test_an_error_leaves_no_hook(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(6)
+    net, loss_fn = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 5)), nn.CrossEntropyLoss()
+    options = {"quantities": [MeanGSNR()], "schedule": every(1), "track_batchnorm": True}
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", **options)
+    with pytest.raises(RuntimeError, match="was called 2 times"), cockpit.track(0):
+        loss_fn(cockpit(torch.randn(6, 6)), torch.arange(6) % 5).backward()
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in net.modules())

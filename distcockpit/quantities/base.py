@@ -104,7 +104,7 @@ class Quantity(ABC):
 
         Args:
             output: The first floating-point tensor that the module returned.
-            has_batch_axis: Whether its first axis is as long as the batch.
+            has_batch_axis: Whether its first axis is the batch, brought there from wherever it was.
         """
         raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe().")
 
