@@ -173,7 +173,7 @@ def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
 
 def shapes_of(output: Any) -> Shapes:
     """The shapes of the tensors of an output."""
-    return [tensor.shape for tensor in tensors(output)]
+    return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors(output)]
 
 
 def _grown_axis(shape: torch.Size, grown: torch.Size, batch_size: int) -> int | None:

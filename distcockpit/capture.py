@@ -155,7 +155,10 @@ class Capture:
         if aliased:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
-            output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
+            try:
+                output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
+            except Exception:  # a kind of output that cannot be made anew
+                aliased = False
         forward.output = output
         forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
         forward.writes_parameters = self._fingerprint() != self._parameters
@@ -327,7 +330,7 @@ def _is_rerun(layer: Layer) -> bool:
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in tensors(tree)]
+    return [(tensor, tensor._version) for tensor in tensors(tree) if not tensor.is_inference()]
 
 
 def _accumulate(target: LossCall, gradient: Tensor) -> None:

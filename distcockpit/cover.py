@@ -44,7 +44,9 @@ class Cover:
         for layer in self.own:
             for full in layer.parameters.values():
                 owners[full] = (*owners.get(full, ()), layer.path)
-        return {full: _topmost(paths) for full, paths in (owners | dict(self.raised)).items()}
+        # One that is held by a module and by a parent of it is mostly used by the former.
+        lowest = {full: tuple(p for p in at if not any(_is_below(q, p) for q in at)) for full, at in owners.items()}
+        return lowest | dict(self.raised)
 
     @cached_property
     def layers(self) -> list[Layer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from distcockpit.gradients.rules import is_unit, rule_for
@@ -71,6 +72,11 @@ def find_layers(
             f"'{left_out[full]}'. Its individual gradients need both: include or exclude both."
         )
     for layer in layers:
+        if isinstance(layer.module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"Layer '{layer.path}' ({type(layer.module).__name__}) is a scripted module, which takes no hooks. Use "
+                f"it as it was before torch.jit.script, or leave the layer out: exclude=['{layer.path}']."
+            )
         for local in layer.parameters:
             if dict(layer.module.named_parameters(remove_duplicate=False))[local].is_complex():
                 raise ValueError(

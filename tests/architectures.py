@@ -376,6 +376,18 @@ class Folded(nn.Module):
         return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
+class HeldTwice(nn.Module):
+    """A bias that is held by a module and by its parent, which uses it too, or not."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.inner, self.used = nn.Linear(WIDTH, WIDTH), used
+        self.bias = self.inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * (self.bias if self.used else 1)
+
+
 class HandMade(nn.Module):
     """A language model whose embeddings hang on the model itself, and which returns its loss beside the scores."""
 
@@ -519,6 +531,8 @@ CASES: dict[str, Case] = {
     "tied embeddings without a module": Case(
         lambda: nn.Sequential(Tied(True)), batch=tokens, slow=("0.embed.weight",), group="Sharing"
     ),
+    "held by parent and child": Case(lambda: Net(HeldTwice(False), FLAT), group="Sharing"),
+    "used by parent and child": Case(lambda: Net(HeldTwice(True), FLAT), slow=("body.bias",), group="Sharing"),
     "class token, layer scale": Case(
         lambda: Net(ClassToken(), FLAT),
         slow=("body.positions", "body.scale", "body.token"),

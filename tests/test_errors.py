@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,12 @@ class InPlace(Functional):
         return self.second(torch.relu_(self.first(x)))
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(3, 3))
+
+
 class Direct(nn.Module):
     """Has a parameter and a module of its own."""
 
@@ -91,6 +98,16 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         lambda p: construct(p, nn.Sequential(nn.EmbeddingBag(3, 3, scale_grad_by_freq=True))),
         ValueError,
         ["'0'", "EmbeddingBag", "scale_grad_by_freq=True", "exclude=['0']"],
+    ),
+    "scripted module": (
+        lambda p: construct(p, nn.Sequential(scripted(), nn.Linear(3, 3))),
+        ValueError,
+        ["'0'", "scripted", "exclude=['0']"],
+    ),
+    "parameters without shape": (
+        lambda p: construct(p, nn.LazyLinear(3)),
+        ValueError,
+        ["'weight' has no shape yet", "once with a batch"],
     ),
     "slow route that is not wanted": (
         lambda p: construct(p, Direct(), fallback="error"),

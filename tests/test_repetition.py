@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,36 @@ def test_a_forward_that_empties_its_input(tmp_path: Path) -> None:
         with cockpit.track(0):
             loss_fn(cockpit({"x": torch.randn(B, 6)}), torch.arange(B) % 5).backward()
     assert np.isfinite(open_run(tmp_path / "run")["hess_max_ev"]["hess_max_ev"]).all()
+
+
+class Pair:
+    """An output that torch does not know as a tree."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+
+def test_odd_inputs_and_outputs(tmp_path: Path) -> None:
+    """Inference tensors have no version, nested tensors no shape; neither stops the training."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.act = nn.Linear(6, 5), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Pair:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                nested = self.act(torch.nested.nested_tensor(list(x.detach()), layout=torch.strided))
+            z = self.inner(x)
+            return Pair(z, nested)
+
+    with torch.inference_mode():
+        x = torch.randn(B, 6)
+    net, loss_fn = Odd(), nn.CrossEntropyLoss()
+    net.inner.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        for step in range(2):
+            with cockpit.track(step):
+                loss_fn(cockpit(x).first, torch.arange(B) % 5).backward()
+    assert (open_run(tmp_path / "run")["moments"]["mean_of"] > 0).all()
