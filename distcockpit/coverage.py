@@ -75,9 +75,10 @@ class Coverage:
 
     def __str__(self) -> str:
         frame = self.to_dataframe().reset_index().astype(str)
-        widths = {name: max([len(name), *frame[name].str.len()]) for name in frame}
-        left = {name.ljust(width): frame[name].str.ljust(width) for name, width in widths.items()}
-        return "\n".join(line.rstrip() for line in type(frame)(left).to_string(index=False).splitlines())
+        columns = {name: [name, *frame[name]] for name in frame}
+        widths = {name: max(map(len, cells)) for name, cells in columns.items()}
+        lines = zip(*([cell.ljust(widths[name]) for cell in cells] for name, cells in columns.items()), strict=True)
+        return "\n".join("  ".join(line).rstrip() for line in lines)
 
     __repr__ = __str__
 
