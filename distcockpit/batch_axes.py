@@ -55,7 +55,7 @@ class BatchAxes:
         if self._met_unknown and first is not None and not self.failed and not self.is_settled:
             self._look(model, first, passes)
         for forward in passes:
-            known = self._known.get("", [()])[0]
+            known = next(iter(self._known.get("", [])), ())
             forward.is_prediction = 0 <= forward.loss_position < len(known) and known[forward.loss_position] is not None
 
     def _look(self, model: nn.Module, first: ForwardPass, passes: Sequence[ForwardPass]) -> None:
@@ -153,9 +153,10 @@ class BatchAxes:
 
     def _learn(self, path: str, call: int, shapes: Shapes, grown: Mapping[str, list[Shapes]], batch_size: int) -> None:
         """Remember the batch axes of an output that was seen growing."""
-        more, calls = grown.get(path, []), self._known.setdefault(path, [])
+        more, calls = grown.get(path, []), self._known.get(path, [])
         if call < len(more) and len(more[call]) == len(shapes) and len(calls) == call:
-            calls.append(tuple(_grown_axis(s, g, batch_size) for s, g in zip(shapes, more[call], strict=True)))
+            axes = tuple(_grown_axis(s, g, batch_size) for s, g in zip(shapes, more[call], strict=True))
+            self._known[path] = [*calls, axes]
 
     def is_known(self, path: str, call: int) -> bool:
         """Whether the axes of this output are known, or the best that can be had."""

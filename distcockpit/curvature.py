@@ -258,12 +258,17 @@ def _differentiate(
         micro: The micro-batch.
         seed: Of random draws.
         parameters: The parameters, on which BackPACK leaves its results.
+
+    Raises:
+        RuntimeError: If the graph does not compute the loss that the model had.
     """
     _check_targets(loss_fn, micro)
     try:
         with _extended(form, loss_fn) as chain, replayed_loss(form, loss_fn, micro) as (loss, _):
-            if not isinstance(form, GraphModule):  # whose operations are modules all
+            if not isinstance(form, GraphModule):
                 chain.check()
+            elif not torch.allclose(loss.double(), micro.losses[0].value.double(), rtol=1e-3):
+                raise RuntimeError("BackPACK's converted form of the model does not compute the model's loss any more.")
             set_seed(loss.device, seed)
             with backpack(extension), warnings.catch_warnings():
                 # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.

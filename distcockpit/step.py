@@ -239,11 +239,16 @@ class TrackedStep:
             ("loss", "the loss", all(scale.total is not None for scale in scales)),
         ):
             if wanted(self._active, need) and not known:
-                raise RuntimeError(
-                    f"Quantities {[q.name for q in self._active if getattr(q.needs, need)]} need {what}. Give "
-                    "DistCockpit the loss module (loss_fn=...), or call cockpit.record_losses(losses) inside `track`, "
-                    "with one loss per sample."
-                )
+                who = f"Quantities {[q.name for q in self._active if getattr(q.needs, need)]} need {what}"
+                record = "call cockpit.record_losses(losses) inside `track`, with one loss per sample"
+                loss_fn, sizes = self._setup.loss_fn, [micro.batch_size for micro in captured]
+                if any(micro.losses for micro in captured):
+                    raise RuntimeError(
+                        f"{who}, but the terms of {type(loss_fn).__name__} are not those of a batch of {sizes} "
+                        f"samples. If the batch is not axis {self._setup.batch_dim} of the model's inputs, say "
+                        f"batch_dim=... or track(step, batch_size=...); else {record}."
+                    )
+                raise RuntimeError(f"{who}. Give DistCockpit the loss module (loss_fn=...), or {record}.")
 
     def _send(
         self,

@@ -371,3 +371,35 @@ def test_an_error_leaves_no_hook(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="was called 2 times"), cockpit.track(0):
         loss_fn(cockpit(torch.randn(6, 6)), torch.arange(6) % 5).backward()
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in net.modules())
+
+
+class MoreWithGradients(nn.Module):
+    """Returns something more while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        z = self.inner(x)
+        return [z, z.detach()] if torch.is_grad_enabled() else [z]
+
+
+def test_outputs_that_differ_without_gradients(tmp_path: Path) -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+    with DistCockpit(MoreWithGradients(), loss_fn, store=tmp_path / "run", **options) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss_fn(cockpit(torch.randn(6, 6))[0], torch.arange(6) % 5).backward()
+    assert open_run(tmp_path / "run")["mean_gsnr"].sizes["step"] == 3
+
+
+def test_the_error_of_a_forgotten_batch_dim(tmp_path: Path) -> None:
+    net, loss_fn = nn.GRU(4, 5), nn.CrossEntropyLoss()
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", schedule=every(1))
+    with (
+        pytest.raises(RuntimeError, match=r"batch of \[7\] samples.*not axis 0.*say batch_dim="),
+        cockpit.track(0),
+    ):
+        loss_fn(cockpit(torch.randn(7, 4, 4))[0][-1], torch.arange(4)).backward()

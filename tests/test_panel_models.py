@@ -17,7 +17,7 @@ from test_panel import meaning, track
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every, open_run, presets
+from distcockpit import DistCockpit, curvature, every, open_run, presets
 from distcockpit import quantities as q
 
 # -- quantities of one's own -------------------------------------------------------------------------------------------
@@ -347,4 +347,44 @@ def test_what_the_converter_cannot_do_is_said(tmp_path: Path) -> None:
     chosen, (x, y) = [q.HessTrace(curvature="diag_ggn_exact")], cases.data("mlp", "mean", 0)
     cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))
     with pytest.raises(RuntimeError, match="between 'second' and 'two'.*hutchinson_ggn"), cockpit.track(0):
+        loss_fn(cockpit(x), y).backward()
+
+
+class Growing(Skips):
+    """Scales by a number that changes, which the converter takes for a constant."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale *= self.factor
+        return self.head(self.scale * self.two(self.second(self.one(self.first(x)))) + x)
+
+
+@pytest.mark.parametrize("factor, at", [(2.0, 0), (1.0, 1)])
+def test_a_converted_form_that_is_not_the_model(tmp_path: Path, factor: float, at: int) -> None:
+    net, loss_fn, (x, y) = Growing(), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
+    net.factor = factor
+    chosen = [q.HessTrace(curvature="diag_ggn_exact")]
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))
+    for step in range(at):
+        with cockpit.track(step):
+            loss_fn(cockpit(x), y).backward()
+    net.factor = 2.0
+    with pytest.raises(RuntimeError, match="converted form of the model .* not .*hutchinson_ggn"), cockpit.track(at):
+        loss_fn(cockpit(x), y).backward()
+
+
+def test_a_diagonal_of_the_converted_form_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its largest elements must agree with products of the matrix; here one parameter's are half as large again."""
+    right = curvature._differentiate
+
+    def wrong(extension: Any, form: nn.Module, *rest: Any) -> dict[str, Tensor]:
+        diagonal = right(extension, form, *rest)
+        return {k: 1.5 * d if k == "second.bias" else d for k, d in diagonal.items()}
+
+    monkeypatch.setattr(curvature, "_differentiate", wrong)
+    net, loss_fn, (x, y) = Skips(), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
+    chosen = [q.HessTrace(curvature="diag_ggn_exact")]
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))
+    with pytest.raises(RuntimeError, match="'second.bias' would be"), cockpit.track(0):
         loss_fn(cockpit(x), y).backward()
