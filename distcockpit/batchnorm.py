@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[
         RuntimeError: If a batch norm was called more than once, or not at all.
     """
     found = {}
-    norms: list[tuple[str, Any]] = training_batchnorms(model)
+    norms: Sequence[tuple[str, Any]] = training_batchnorms(model)
     for path, module in norms:
         inputs = [use.input for use in forward.uses if use.layer.module is module]
         if len(inputs) != 1:

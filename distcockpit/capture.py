@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from distcockpit.arrivals import Arrivals
 from distcockpit.batch_axes import BatchAxes, shapes_of
 from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret, received, scalar_output
 from distcockpit.gradients.rules import GENERIC
@@ -43,7 +44,7 @@ class Capture:
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
-        watch: Parameters of which ``parameter_gradients`` shall hold what autograd gave them.
+        watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Capture:
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._replay, self._thorough = replay, thorough
-        self._batch_size, self._watch = batch_size, watch or {}
+        self._batch_size = batch_size
+        self.arrivals = Arrivals(watch or {})
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
@@ -74,7 +76,6 @@ class Capture:
         self._to_show: list[tuple[Use, int, Tensor]] = []
         self._parameters = ""
         self.forward_seconds = 0.0
-        self.parameter_gradients: dict[str, Tensor] = {}
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -90,11 +91,7 @@ class Capture:
         keep(self._model.register_forward_hook(self._leave_model, prepend=False))
         if self._loss.module is not None and is_decomposable(self._loss.module):
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
-        for name, parameter in self._watch.items():
-            keep(parameter.register_hook(self._add_parameter_gradient(name)))
-            others: Any = parameter._backward_hooks  # ordered; ours shall see the gradient before they change it
-            for key in [key for key in others if key != self._handles[-1].id]:
-                others[key] = others.pop(key)
+        self._handles += self.arrivals.watch()
 
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""
@@ -151,7 +148,7 @@ class Capture:
             return output
         self.forward_seconds += time.perf_counter() - self._entered
         forward = self._pass
-        aliased = self._replay and sum(t.requires_grad for t in tensors(output)) > 1
+        aliased = sum(t.requires_grad for t in tensors(output)) > 1
         if aliased:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
@@ -166,12 +163,10 @@ class Capture:
         if loss is not None:
             forward.loss = loss.detach().double()
             forward.loss_position = next(k for k, t in enumerate(tensors(output)) if t is loss)
-        if self._replay:
-            for position, tensor in enumerate(tensors(output)):
-                if tensor.requires_grad:
-                    inputs = tensors((args, forward.kwargs))
-                    source, view = (tensor, None) if aliased else owned_memory(tensor, inputs)
-                    self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
+        for position, tensor in enumerate(tensors(output)):
+            if tensor.requires_grad:
+                source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
+                self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
         return output
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,7 +183,8 @@ class Capture:
             kept = (args, kwargs) if layer.parameters or isinstance(module, _BatchNorm) else ((), {})
             before = self._before.pop(id(module), None)
             if before is None:
-                buffers = dict(module.named_buffers()) if layer.parameters else {}
+                has_buffers = layer.parameters and (module._buffers or module._modules)
+                buffers = dict(module.named_buffers()) if has_buffers else {}
                 before = _Before(None, buffers, _versions(kept), None)
             call, shapes = self._pass.calls[layer.path], shapes_of(output)
             axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size)
@@ -198,7 +194,7 @@ class Capture:
                 layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
                 *kept,
                 versions=before.versions,
-                training={m: m.training for m in module.modules()},
+                training={m: m.training for m in (module.modules() if module._modules else (module,))},
                 buffers=before.buffers,
                 random_state=before.random_state,
                 states=before.states,
@@ -290,16 +286,6 @@ class Capture:
                 receive(gradient.detach())
 
         self._handles.append(tensor.register_hook(hook))
-
-    def _add_parameter_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is None:
-                return
-            dense = gradient.detach().to_dense().to(torch.float64, copy=True)  # DDP averages the gradient in place
-            before = self.parameter_gradients.get(name)
-            self.parameter_gradients[name] = dense if before is None else before + dense
-
-        return hook
 
     def uses(self) -> list[Use]:
         """The calls of layers that gradients reached, in the order of the forward passes."""

@@ -30,7 +30,7 @@ from distcockpit.arguments import (
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
-from distcockpit.layers import check_batchnorm, find_layers
+from distcockpit.layers import batchnorms, check_batchnorm, find_layers
 from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
 from distcockpit.reduce import World, first_difference
@@ -118,7 +118,7 @@ class DistCockpit:
             chosen = chosen_quantities(quantities, schedule, optimizer)
             layers = find_layers(bare, include, exclude)
             check_loss_and_optimizer(loss_fn, optimizer, bare)
-            check_batchnorm(bare, track_batchnorm)
+            check_batchnorm(batchnorms(bare), track_batchnorm)
             check_needs(chosen, bare, loss_fn, optimizer)
             facts = model_facts(bare, layers, optimizer, world.size)
             cover = Cover(bare, layers)

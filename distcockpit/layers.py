@@ -133,23 +133,34 @@ def _selected(path: str, include: Sequence[str] | None, exclude: Sequence[str] |
     return wanted and not any(fnmatchcase(path, pattern) for pattern in exclude or ())
 
 
-def training_batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Batch norms that will normalise with statistics of the batch."""
-    return [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
-    ]
+Modules = Sequence[tuple[str, nn.Module]]
+"""Modules with their names."""
 
 
-def check_batchnorm(model: nn.Module, track_batchnorm: bool) -> None:
+def batchnorms(model: nn.Module) -> Modules:
+    """The batch norms of a model."""
+    norm = nn.modules.batchnorm._BatchNorm
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, norm)]
+
+
+def training(norms: Modules) -> Modules:
+    """Those batch norms that will normalise with statistics of the batch."""
+    return [(path, module) for path, module in norms if module.training or module.running_mean is None]
+
+
+def training_batchnorms(model: nn.Module) -> Modules:
+    """Batch norms of a model that will normalise with statistics of the batch."""
+    return training(batchnorms(model))
+
+
+def check_batchnorm(norms: Modules, track_batchnorm: bool) -> None:
     """Refuse batch statistics unless the user chose how to treat them.
 
     Raises:
         ValueError: If a batch norm is in training mode and ``track_batchnorm`` is not set, or it normalises across
             processes.
     """
-    for path, module in training_batchnorms(model):
+    for path, module in training(norms):
         kind = type(module).__name__
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,8 @@ def decompose(
     unreduced.reduction = "none"
     unreduced._buffers = {name: None if b is None else b.clone() for name, b in loss_fn._buffers.items()}
     given = tensors((args, kwargs))[0]
-    with unchanged(given.device):
+    torchs_own = type(loss_fn).__module__.startswith("torch.nn.")  # these draw no random numbers
+    with nullcontext() if torchs_own else unchanged(given.device):
         terms = unreduced.forward(*args, **kwargs)
     total = terms.sum(dtype=torch.float64)
     individual = _by_sample(terms, given, batch_size, output, batch_dim)

@@ -1,13 +1,12 @@
 """From the captured step to what quantities see: sums over individual gradients, and what ranks hold together.
 
-The order is that of need. One walk over the individual gradients feeds everything that needs nothing pooled. Then the
-element-wise vectors are pooled, the mean gradient G among them. A second walk takes the projections on G, and at last
-comes the iteration for eigenvalues.
+One walk over the individual gradients feeds everything that needs nothing pooled. Then the element-wise vectors are
+pooled, the mean gradient G among them; a second walk takes the projections on G. Where no quantity subtracts squares, G
+comes from autograd, is pooled at once, and one walk does. At last comes the iteration for eigenvalues.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distcockpit.active import Active
+from distcockpit.arrivals import Arrivals
 from distcockpit.captured import Captured
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import GradientSum, Projection, SquaredNorms, SquareSum, Statistic
@@ -22,8 +23,7 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
-from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import LocalBatch, Shard, Update
+from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Update, squared_norm
 from distcockpit.session import Session, Setup
 
 SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
@@ -50,11 +50,6 @@ class Pool:
         return self.n / self.weight if self.weight else 0.0
 
 
-def wanted(quantities: Sequence[Quantity], need: str) -> bool:
-    """Whether any of the quantities has this need."""
-    return any(getattr(q.needs, need) for q in quantities)
-
-
 class Exchanges:
     """The exchanges between header and sums, which other ranks wait for: a rank that fails must still answer.
 
@@ -63,29 +58,35 @@ class Exchanges:
         active: The quantities of this step.
     """
 
-    def __init__(self, session: Session, active: Sequence[Quantity]) -> None:
+    def __init__(self, session: Session, active: Active) -> None:
         self._setup, self._clock = session.setup, session.clock
-        mean_gradient = wanted(active, "mean_gradient") or wanted(active, "projections")
-        kinds: dict[object, bool] = {
-            SUMS: mean_gradient,
-            SQUARES: wanted(active, "squared_gradients"),
-        }
-        kinds |= {q.needs.curvature: True for q in active if q.needs.pooled_curvature}
-        self.kinds = [kind for kind, is_wanted in kinds.items() if is_wanted]  # in the order of the buffer
-        self.eigenvalues = [kind for kind in dict.fromkeys(q.needs.eigenvalue for q in active) if kind is not None]
-        self._to_pool, self._to_confirm = bool(self.kinds), len(self.eigenvalues)
+        kinds: list[object] = [SUMS] if active.wants("mean_gradient", "projections") else []
+        kinds += [SQUARES] if active.wants("squared_gradients") else []
+        kinds += dict.fromkeys(active.needs[q.name].curvature for q in active.with_need("pooled_curvature"))
+        self.kinds = kinds  # in the order of the buffer
+        self._to_pool = bool(kinds)
+        self.eigenvalues: list[LargestEigenvalue] = active.each("eigenvalue")
+        self._to_confirm = len(self.eigenvalues)
 
-    def pool(self, vectors: Mapping[object, Mapping[str, Tensor]]) -> dict[object, Tensor]:
-        """Add element-wise vectors over ranks; flat, in the order of the tracked parameters."""
+    def pool(self, vectors: Mapping[object, Sequence[Tensor]]) -> dict[object, Tensor]:
+        """Add element-wise vectors over ranks.
+
+        Args:
+            vectors: By kind: one vector, or its parts in the order of the tracked parameters.
+
+        Returns:
+            Flat totals, float64, by kind.
+        """
         if not self._to_pool:
             return {}
-        parts = [vectors[kind][name].double().reshape(-1) for kind in self.kinds for name in self._setup.tracked]
-        return self._pool(torch.cat(parts))
-
-    def _pool(self, buffer: Tensor) -> dict[object, Tensor]:
-        self._to_pool = False
-        total = self._waited_for(buffer)
+        parts = [part for kind in self.kinds for part in vectors[kind]]
+        alone = self._setup.world.size == 1 and len(parts) == 1  # nothing will be added to it in place
+        total = self._pool(parts[0] if alone else torch.cat([part.double().reshape(-1) for part in parts]))
         return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
+
+    def _pool(self, buffer: Tensor) -> Tensor:
+        self._to_pool = False
+        return self._waited_for(buffer)
 
     def confirm(self) -> None:
         """Make sure that all ranks are about to begin an iteration for an eigenvalue; once for each.
@@ -122,7 +123,8 @@ def look(
     step: int,
     pool: Pool,
     captured: Sequence[Captured],
-    active: Sequence[Quantity],
+    arrivals: Arrivals,
+    active: Active,
     update: Update | None,
     curvatures: LocalCurvature,
     forward_seconds: float,
@@ -134,6 +136,7 @@ def look(
         step: Number of the step.
         pool: What the headers said.
         captured: The micro-batches.
+        arrivals: What autograd gave the tracked parameters.
         active: The quantities of this step.
         update: The update that ended at this step.
         curvatures: Those of this rank's micro-batches.
@@ -144,7 +147,7 @@ def look(
     """
     exchanges = Exchanges(session, active)
     try:
-        return _look(session, step, pool, captured, active, update, curvatures, forward_seconds, exchanges)
+        return _look(session, step, pool, captured, arrivals, active, update, curvatures, forward_seconds, exchanges)
     except Exception:
         exchanges.give_up()
         raise
@@ -155,7 +158,8 @@ def _look(
     step: int,
     pool: Pool,
     captured: Sequence[Captured],
-    active: Sequence[Quantity],
+    arrivals: Arrivals,
+    active: Active,
     update: Update | None,
     curvatures: LocalCurvature,
     forward_seconds: float,
@@ -165,29 +169,37 @@ def _look(
     batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
     losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
     parameters = {name: p.detach() for name, p in setup.tracked.items()}
-    every_parameter = {name: p.detach() for name, p in setup.bare.named_parameters()}
+    every_parameter = {name: p.detach() for name, p in setup.every.items()}
     weight = pool.weight or 1.0
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
+    nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
     own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
-    sums = GradientSum(parameters) if SUMS in exchanges.kinds else None
+    norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
     squares = SquareSum(parameters) if SQUARES in exchanges.kinds else None
-    norms = SquaredNorms(parameters) if wanted(active, "squared_norms") else None
     slopes = None if update is None else Projection(update.direction, len(losses))
-    shared: list[Statistic] = [statistic for statistic in (sums, squares, norms, slopes) if statistic is not None]
-    asked = [statistic for statistics in own.values() for statistic in statistics.values()]
-    walk(batches, every_parameter, list(parameters), [*shared, *asked])
+    statistics: list[Statistic] = [statistic for statistic in (norms, squares, slopes) if statistic is not None]
+    statistics += [statistic for each in own.values() for statistic in each.values()]
 
-    vectors: dict[object, Mapping[str, Tensor]] = dict(curvature.items())
-    vectors |= {SUMS: sums.sums} if sums is not None else {}
-    vectors |= {SQUARES: squares.sums} if squares is not None else {}
+    names = list(parameters)
+    vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
+    known = None
+    if SUMS in exchanges.kinds:
+        if not (active.subtracts_squares or setup.batch_statistics_are_constants):
+            known = told_by_autograd(captured, arrivals, pool)
+    adding = GradientSum(parameters) if SUMS in exchanges.kinds and known is None else None
+    if known is None:
+        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])])
+        statistics = []
+    if adding is not None:
+        known = adding.flat
+    sums = ByParameter(nothing, {}) if known is None else ByParameter(known, parameters)
+    vectors |= {SUMS: [sums.flat]}
+    vectors |= {} if squares is None else {SQUARES: [squares.flat]}
     pooled = exchanges.pool(vectors)
-    nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-    mean = pooled[SUMS] / pool.n if SUMS in pooled else nothing
-    mean_gradient = _by_name(mean, parameters) if SUMS in pooled else {}
-    onto = Projection(mean_gradient, len(losses)) if wanted(active, "projections") else None
-    if onto is not None:
-        walk(batches, every_parameter, list(parameters), [onto])
+    mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
+    onto = Projection(mean, len(losses)) if active.wants("projections") else None
+    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])])
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
     if update is not None and slopes is not None:
@@ -205,12 +217,13 @@ def _look(
         every_parameter=every_parameter,
         initial=session.initial,
         statistics={},
-        gradient_sums={} if sums is None else sums.sums,
-        mean_gradient=mean_gradient,
+        gradient_sums=sums,
+        mean_gradient=mean,
+        mean_squared=torch.stack([squared_norm(g) for g in mean.values()]) if mean else nothing,
         squared_norms=nothing if norms is None else torch.stack(list(norms.values.values())),
         projections=nothing if onto is None else onto.values,
         shard=Shard(
-            mean=mean[mine],
+            mean=mean.flat[mine],
             squares=pooled.get(SQUARES, nothing)[mine],
             curvature={kind: flat[mine] for kind, flat in pooled.items() if isinstance(kind, Curvature)},
         ),
@@ -226,16 +239,31 @@ def _look(
         times=session.clock.times(forward_seconds),
     )
     return {
-        q.name: dataclasses.replace(
-            batch,
+        q.name: batch.for_quantity(
+            active.needs[q.name],
             statistics=own[q.name],
             observed=observed(captured, q.name),
             sizes=session.sizes.get(q.name, {}),
-            needs=q.needs,
             update=update if q.starts(step - 1) else None,
         )
         for q in active
     }
+
+
+def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> Tensor | None:
+    """The sum over this rank's individual gradients, from what arrived at the parameters; flat, float64.
+
+    ``None`` where it is not that sum: if several micro-batches came together, each with a scale of its own, and if
+    autograd rounds it to less than float32.
+    """
+    present = [micro for micro in captured if micro.batch_size]
+    if not present:
+        return torch.zeros_like(arrivals.flat)
+    if len(present) > 1 or arrivals.is_rounded or any(use.autocast is not None for use in present[0].uses):
+        return None
+    if not present[0].weight:
+        return torch.zeros_like(arrivals.flat)
+    return arrivals.flat.mul_(present[0].scale.unscale * pool.samples_per_weight)
 
 
 def _eigenvalues(
@@ -247,11 +275,6 @@ def _eigenvalues(
             kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight, exchanges.confirm
         )
     return result
-
-
-def _by_name(flat: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    parts = flat.split([p.numel() for p in parameters.values()])
-    return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
 
 
 def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:

@@ -86,7 +86,10 @@ class Recorder:
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest row of each quantity."""
-        return {name: dict(row) for name, row in list(self._latest.items())}
+        return {
+            name: {key: np.copy(value)[()] if isinstance(value, np.ndarray) else value for key, value in row.items()}
+            for name, row in list(self._latest.items())
+        }
 
     def record(self, result: Result) -> None:
         """Finalize and append the rows of a step, and the pooled user scalars that rode with it."""
@@ -117,14 +120,18 @@ class Recorder:
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
     def _record(self, store: RunStore, result: Result) -> bool:
-        totals = result.layout.unpack(result.sums.result()) | result.facts_layout.unpack(result.facts.result())
+        unpacked = result.layout.unpack(result.sums.result()) | result.facts_layout.unpack(result.facts.result())
+        totals: dict[str, dict[str, np.ndarray]] = {}
+        for name, value in unpacked.items():
+            owner, _, key = name.partition("/")
+            totals.setdefault(owner, {})[key] = value
         commit_due = False
         for quantity, stamp in result.quantities:
             try:
-                commit_due |= self._append(store, quantity, stamp, _part(totals, quantity.name), result.n)
+                commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
             except Exception as error:  # one quantity must not take the others with it
                 self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
-        for name, value in _part(totals, "log").items():
+        for name, value in totals.get("log", {}).items():
             step, _, scalar = name.partition("/")
             self._pooled.setdefault(int(step), {})[scalar] = float(value)
         return commit_due
@@ -142,7 +149,7 @@ class Recorder:
             return False
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
         self._say(quantity.name, stamp.step, quantity.notice(row, self._model))
-        self._latest[quantity.name] = {"step": stamp.step, **{name: np.copy(value)[()] for name, value in row.items()}}
+        self._latest[quantity.name] = {"step": stamp.step, **row}
         return commit_due
 
     def _say(self, name: str, step: int, notice: str | None) -> None:
@@ -159,8 +166,3 @@ class Recorder:
             self._latest["log"] = {"step": entry.step, **values}
             commit_due |= store.append("log", entry.step, values, stamp.coordinates())
         return commit_due
-
-
-def _part(totals: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    prefix = f"{name}/"
-    return {key[len(prefix) :]: value for key, value in totals.items() if key.startswith(prefix)}

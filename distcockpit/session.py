@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distcockpit.active import Actives
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.clock import Clock
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.curvature import Diagonals
 from distcockpit.gradients.uses import Layer
+from distcockpit.layers import Modules, batchnorms, training
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.recorder import Recorder, Result
@@ -58,7 +60,22 @@ class Setup:
     @cached_property
     def tracked(self) -> dict[str, nn.Parameter]:
         """The tracked parameters, by name."""
-        return {name: p for name, p in self.bare.named_parameters() if name in self.facts.shapes}
+        return {name: p for name, p in self.every.items() if name in self.facts.shapes}
+
+    @cached_property
+    def every(self) -> dict[str, nn.Parameter]:
+        """All parameters, by name."""
+        return dict(self.bare.named_parameters())
+
+    @cached_property
+    def batchnorms(self) -> Modules:
+        """The batch norms of the model."""
+        return batchnorms(self.bare)
+
+    @property
+    def batch_statistics_are_constants(self) -> bool:
+        """Whether this step's individual gradients take the statistics of a batch as constants."""
+        return bool(training(self.batchnorms))
 
     @cached_property
     def device(self) -> torch.device:
@@ -89,6 +106,7 @@ class Session:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # what ranks agreed on, by quantity
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     inside: TrackedStep | None = None
+    actives: Actives = field(init=False)
     check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
@@ -101,6 +119,7 @@ class Session:
     _unread: dict[str, tuple[Layout, Pending]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.actives = Actives(self.setup.quantities)
         self.check = SelfCheck(dict(self.setup.tracked))
         self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
         atexit.register(self.close, orderly=False)
@@ -150,7 +169,9 @@ class Session:
         Raises:
             RuntimeError: If not.
         """
-        trainable = {name for name, p in self.setup.bare.named_parameters() if p.requires_grad}
+        # The walk over the modules, which finds new ones, only where all is checked.
+        every = self.setup.bare.named_parameters() if self.check.is_thorough else self.setup.every.items()
+        trainable = {name for name, p in every if p.requires_grad}
         changed = trainable ^ self.setup.trainable
         if changed:
             raise RuntimeError(

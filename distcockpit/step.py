@@ -10,14 +10,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from distcockpit.active import Active
 from distcockpit.again import differentiated_again, mixed_up_rows
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.hutchinson import quadratic_forms
-from distcockpit.layers import check_batchnorm, training_batchnorms
-from distcockpit.pooling import LocalCurvature, Pool, look, observed, wanted
-from distcockpit.quantities.base import Quantity
+from distcockpit.layers import check_batchnorm, training
+from distcockpit.pooling import LocalCurvature, Pool, look, observed
 from distcockpit.quantities.batch import Fact, Update
 from distcockpit.recorder import Result, Stamp
 from distcockpit.reduce import HEADER, Layout, Pending, pack
@@ -39,7 +39,7 @@ class TrackedStep:
     ) -> None:
         self._maybe_session, self._step, self._epoch = session, step, epoch
         self._weight, self._batch_size = weight, batch_size
-        self._active: list[Quantity] = []
+        self._active = Active([])
         self._update: Update | None = None
         self._start_stamp: Stamp | None = None
         self._values: dict[str, Tensor] | None = None
@@ -81,29 +81,31 @@ class TrackedStep:
 
     def _begin(self) -> None:
         session, setup = self._session, self._setup
-        self._active = [q for q in setup.quantities if q.touches(self._step)]
+        self._active = session.actives.of(q.touches(self._step) for q in setup.quantities)
         start = session.finish_update(self._step)
         if not self._active:
             return
-        session.check_trainable(self._step)
-        check_batchnorm(setup.bare, setup.track_batchnorm)
-        if start is not None and any(q.needs.update and q.starts(self._step - 1) for q in self._active):
-            self._start_stamp, self._update = start.stamp, start.project(setup.tracked, setup.loss_scale())
-        starting = [q for q in self._active if q.starts(self._step)]
-        if wanted(starting, "update") or (wanted(starting, "displacement") and setup.world.rank == 0):
-            self._values = {name: p.detach().clone() for name, p in setup.bare.named_parameters()}
-        self._versions = {name: p._version for name, p in setup.tracked.items()}
-        observers = {q.name: q.observe for q in starting if q.needs.outputs}
-        gradients = wanted(self._active, "output_gradients")
-        norms = {path for path, _ in training_batchnorms(setup.bare)}
-        everything = gradients or bool(observers)
         watched = session.check.begin()
+        session.check_trainable(self._step)
+        check_batchnorm(setup.batchnorms, setup.track_batchnorm)
+        if start is not None and any(q.starts(self._step - 1) for q in self._active.with_need("update")):
+            self._start_stamp, self._update = start.stamp, start.project(setup.tracked, setup.loss_scale())
+        self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
+        if self._starting.wants("update") or (self._starting.wants("displacement") and setup.world.rank == 0):
+            self._values = {name: p.detach().clone() for name, p in setup.every.items()}
+        self._versions = {name: p._version for name, p in setup.tracked.items()}
+        observers = {q.name: q.observe for q in self._starting.with_need("outputs")}
+        gradients = self._active.wants("output_gradients")
+        norms = {path for path, _ in training(setup.batchnorms)}
+        everything = gradients or bool(observers)
+        if self._active.wants("mean_gradient", "projections") and not self._active.subtracts_squares:
+            watched = setup.tracked
         self._capture = Capture(
             setup.bare,
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             session.axes,
-            replay=True,
+            replay=session.check.is_thorough or self._active.runs_again or bool(norms or session.cover.slow),
             thorough=session.check.is_thorough,
             output_gradients=gradients,
             observers=observers,
@@ -122,7 +124,7 @@ class TrackedStep:
             session.check_health()
             captured = self._captured(capture)
             curvatures = self._curvatures(captured)
-            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active if q.needs.output_sizes}
+            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception:
             self._report_failure(record)
             raise
@@ -138,7 +140,7 @@ class TrackedStep:
         )
         session.agree_on_sizes(sizes)
         try:
-            self._send(captured, pool, curvatures, riding, capture.forward_seconds)
+            self._send(captured, pool, curvatures, riding, capture)
         except BaseException:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
             session.broken = True
@@ -163,7 +165,7 @@ class TrackedStep:
         self._check_losses_are_known(captured)
         if self._session.check.unchecked and any(c.weight for c in captured):
             check_losses(captured)
-        captured = self._served(captured, capture.parameter_gradients)
+        captured = self._served(captured, capture.arrivals.gradients)
         check_uses(captured)
         return captured
 
@@ -174,7 +176,7 @@ class TrackedStep:
         are not known to be served by their modules, for the parents of these.
         """
         session, setup = self._session, self._setup
-        constant = bool(training_batchnorms(setup.bare))
+        constant = setup.batch_statistics_are_constants
         live = seen
         if constant:
             captured, seen = self._again(captured, constant)
@@ -238,8 +240,8 @@ class TrackedStep:
             ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
             ("loss", "the loss", all(scale.total is not None for scale in scales)),
         ):
-            if wanted(self._active, need) and not known:
-                who = f"Quantities {[q.name for q in self._active if getattr(q.needs, need)]} need {what}"
+            if self._active.wants(need) and not known:
+                who = f"Quantities {[q.name for q in self._active.with_need(need)]} need {what}"
                 record = "call cockpit.record_losses(losses) inside `track`, with one loss per sample"
                 loss_fn, sizes = self._setup.loss_fn, [micro.batch_size for micro in captured]
                 if any(micro.losses for micro in captured):
@@ -256,13 +258,23 @@ class TrackedStep:
         pool: Pool,
         curvatures: LocalCurvature,
         riding: Mapping[str, Tensor],
-        forward_seconds: float,
+        capture: Capture,
     ) -> None:
         """Everything that is summed: computed, packed, and sent on its way."""
         session, setup = self._session, self._setup
         stamp = Stamp(self._step, self._epoch, time.time(), pool.n)
-        seen = look(session, self._step, pool, captured, self._active, self._update, curvatures, forward_seconds)
-        rows = [q for q in self._active if not q.needs.displacement]
+        seen = look(
+            session,
+            self._step,
+            pool,
+            captured,
+            capture.arrivals,
+            self._active,
+            self._update,
+            curvatures,
+            capture.forward_seconds,
+        )
+        rows = [q for q in self._active if not self._active.needs[q.name].displacement]
         parts = {
             f"{q.name}/{key}": value for q in rows for key, value in q.local(seen[q.name], session.memory_of(q)).items()
         }
@@ -273,7 +285,9 @@ class TrackedStep:
         }
         sums |= {f"log/{name}": value for name, value in riding.items()}
         facts = {key: v.value for key, v in parts.items() if isinstance(v, Fact) and v.value is not None}
-        stamps = {q.name: self._start_stamp if q.needs.update and self._start_stamp else stamp for q in rows}
+        stamps = dict.fromkeys(self._active.needs, stamp)
+        if self._start_stamp is not None:
+            stamps |= {q.name: self._start_stamp for q in self._active.with_need("update")}
         session.send(
             Result(
                 stamp.n,
@@ -285,23 +299,20 @@ class TrackedStep:
             )
         )
         if self._values is not None:
-            starting = [q for q in self._active if q.starts(self._step)]
             losses = next(iter(seen.values())).losses
             batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]  # scaled by now
-            kept = batches if wanted(starting, "update") else []
-            displaced = [q for q in starting if q.needs.displacement]
+            kept = batches if self._starting.wants("update") else []
+            displaced = self._starting.with_need("displacement")
             session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
         """Each diagonal and each estimate that is asked for."""
         setup = self._setup
         diagonals, traces = {}, {}
-        for kind in dict.fromkeys(q.needs.curvature for q in self._active):
-            if kind is not None:
-                seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
-                diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
-        for estimate in dict.fromkeys(q.needs.trace for q in self._active):
-            if estimate is not None:
-                seed = digest(estimate.seed, self._step)
-                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+        for kind in self._active.each("curvature"):
+            seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
+            diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
+        for estimate in self._active.each("trace"):
+            seed = digest(estimate.seed, self._step)
+            traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
         return LocalCurvature(diagonals, traces)

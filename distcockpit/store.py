@@ -66,23 +66,30 @@ class Column:
         """Rows per chunk."""
         return len(self._tail)
 
-    def fitting(self, value: Any) -> np.ndarray:
+    def fitting(self, value: Any) -> Any:
         """The value in the type and shape of a row.
 
         Raises:
             ValueError: If it does not fit.
         """
-        return np.broadcast_to(np.asarray(value, self._tail.dtype), self._row_shape)
+        if not self._row_shape and isinstance(value, float | int | np.generic):
+            return value
+        array = np.asarray(value, self._tail.dtype)
+        return array if array.shape == self._row_shape else np.broadcast_to(array, self._row_shape)
 
     def append(self, value: Any) -> bool:
         """Add a row; says whether that filled a chunk."""
-        at = self.rows % self.chunk_rows
-        self._tail[at : at + 1][self._row] = value
+        rows = len(self._tail)
+        at = self.rows % rows
+        if self._row_shape:
+            self._tail[at : at + 1][self._row] = value
+        else:
+            self._tail[at] = value
         self.rows += 1
         self._dirty = True
-        if self.rows % self.chunk_rows:
+        if self.rows % rows:
             return False
-        self._full[self._chunk_key(self.rows // self.chunk_rows - 1)] = self._encoded()
+        self._full[self._chunk_key(self.rows // rows - 1)] = self._encoded()
         self._tail.fill(self.fill)
         self._dirty = False
         return True

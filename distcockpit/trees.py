@@ -13,6 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in a fixed order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is tuple:  # arguments, mostly; torch's own walk over trees is slow
+        return [tensor for item in tree for tensor in tensors(item)]
+    if type(tree) is dict and not tree:
+        return []
     return list(_tensors(tree))
 
 
@@ -28,6 +34,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with every tensor exchanged, in the order of `tensors`; nothing of the old tree is written to."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) is tuple:
+        return tuple(map_tensors(change, item) for item in tree)
+    if type(tree) is dict and not tree:
+        return {}
 
     def exchange(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

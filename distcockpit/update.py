@@ -12,7 +12,7 @@ from distcockpit.gradients.statistics import Projection
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Update
+from distcockpit.quantities.batch import Update, difference, squared_norm
 from distcockpit.recorder import Stamp
 
 
@@ -33,8 +33,8 @@ class Start:
         return any(use.inputs_changed for batch in self.batches for use in batch.uses)
 
     def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The step that the optimizer has made since, by parameter, float64."""
-        return {name: p.detach().double() - self.values[name].double() for name, p in parameters.items()}
+        """The step that the optimizer has made since, by parameter."""
+        return {name: difference(p, self.values[name]) for name, p in parameters.items()}
 
     def project(self, parameters: Mapping[str, Tensor], scale: float | None) -> Update:
         """The update, and the slopes of the start's samples along it.
@@ -43,8 +43,8 @@ class Start:
             parameters: The tracked parameters as they are now.
             scale: Of the gradient scaler now.
         """
-        direction = {name: p.detach() - self.values[name] for name, p in parameters.items()}
-        norm = torch.stack([d.double().square().sum() for d in direction.values()]).sum().sqrt()
+        direction = self.displacement(parameters)
+        norm = torch.stack([squared_norm(d) for d in direction.values()]).sum().sqrt()
         changed = self.inputs_changed
         slopes = Projection(direction, len(self.losses))
         if not changed:

@@ -156,7 +156,7 @@ def test_coverage(tmp_path: Path) -> None:
         "2.bias": "not tracked",
         "3.weight": "not tracked",
         "3.bias": "not tracked",
-        "4.weight": "BackPACK blocks",
+        "4.weight": "closed form",
     }
     assert after["2.bias"].why == "frozen: requires_grad is False" and after["3.bias"].why.startswith("left out")
     assert after["0.scale"].layers == ("0",) and "modules of its own" in after["0.scale"].why

@@ -1,4 +1,4 @@
-"""Layers whose parameter Jacobians BackPACK knows: convolutions, transposed or not, and batch norm in eval mode."""
+"""Layers whose parameter Jacobians BackPACK knows: transposed convolutions, and batch norm in eval mode."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import copy
 from collections.abc import Mapping, Sequence
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
-from backpack.core.derivatives.conv1d import Conv1DDerivatives
-from backpack.core.derivatives.conv2d import Conv2DDerivatives
-from backpack.core.derivatives.conv3d import Conv3DDerivatives
 from backpack.core.derivatives.conv_transpose1d import ConvTranspose1DDerivatives
 from backpack.core.derivatives.conv_transpose2d import ConvTranspose2DDerivatives
 from backpack.core.derivatives.conv_transpose3d import ConvTranspose3DDerivatives
 from torch import Tensor, nn
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
 DERIVATIVES = {
-    nn.Conv1d: Conv1DDerivatives(),
-    nn.Conv2d: Conv2DDerivatives(),
-    nn.Conv3d: Conv3DDerivatives(),
     nn.ConvTranspose1d: ConvTranspose1DDerivatives(),
     nn.ConvTranspose2d: ConvTranspose2DDerivatives(),
     nn.ConvTranspose3d: ConvTranspose3DDerivatives(),
@@ -42,8 +37,12 @@ class BackpackRule:
         plain = getattr(module, "padding_mode", "zeros") == "zeros" and not any(getattr(module, "output_padding", ()))
         return plain and not isinstance(getattr(module, "padding", 0), str)
 
-    def outer(self, use: Use) -> None:
-        """No outer products."""
+    def factors(self, use: Use) -> dict[str, Factors]:
+        """None."""
+        return {}
+
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> None:
+        """By way of blocks."""
         return None
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
 
@@ -14,9 +16,9 @@ class EmbeddingRule:
 
     description = "closed form"
 
-    def outer(self, use: Use) -> None:
-        """No outer products."""
-        return None
+    def factors(self, use: Use) -> dict[str, Factors]:
+        """None: a gradient has few rows that are not zero."""
+        return {}
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """``g_i[v] = sum_t [x_it = v] delta_it``."""
@@ -33,6 +35,17 @@ class EmbeddingRule:
             return {name: d.new_zeros(len(d), n_rows, width).scatter_add_(1, i.expand_as(d), d) for name in names}
 
         return block
+
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
+        """``sum_t <delta_it, V[x_it]>``."""
+        (v,) = direction.values()
+        delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
+        index = use.input.reshape(delta.shape[:2]).long()
+        rows = v.to(delta.dtype)[index]
+        padding = getattr(use.layer.module, "padding_idx", None)
+        if padding is not None:
+            rows = rows.masked_fill((index == padding).unsqueeze(2), 0)
+        return (rows * delta).flatten(1).sum(1, dtype=torch.float64)
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""

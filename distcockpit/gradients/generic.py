@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 from distcockpit.rng import unchanged
 from distcockpit.trees import map_tensors, tensors
@@ -20,8 +21,12 @@ class GenericRule:
 
     description = "generic blocks"
 
-    def outer(self, use: Use) -> None:
-        """No outer products."""
+    def factors(self, use: Use) -> dict[str, Factors]:
+        """None."""
+        return {}
+
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> None:
+        """By way of blocks."""
         return None
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:

@@ -1,41 +1,71 @@
-"""nn.Linear: individual gradients are outer products of the output gradient and the input."""
+"""nn.Linear: individual gradients are sums of outer products of output gradients and inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
 
 class LinearRule:
-    """``y = x W^T + b``, on ``[N, in]`` or with further axes, ``[N, *, in]``, which are summed over."""
+    """``y = x W^T + b``, on ``[N, in]`` or with further axes, ``[N, *, in]``, which are summed over.
+
+    Args:
+        transposed: Whether the layer is ``y = x W + b``, as the ``Conv1D`` of transformers is.
+    """
 
     description = "closed form"
 
-    def outer(self, use: Use) -> tuple[str, Tensor, Tensor] | None:
-        """The weight, if there are no further axes: ``g_i = delta_i x_i^T``."""
-        if "weight" not in use.layer.parameters or use.input.dim() != 2:
-            return None
-        return "weight", use.delta, use.input
+    def __init__(self, *, transposed: bool = False) -> None:
+        self._transposed = transposed
+
+    @staticmethod
+    def is_transposed(module: nn.Module) -> bool:
+        """Whether a module is such a ``Conv1D``."""
+        return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+    def factors(self, use: Use) -> dict[str, Factors]:
+        """``sum_t delta_it x_it^T``."""
+        delta, x = self._sequences(use)
+        if self._transposed:
+            delta, x = x, delta
+        return {"weight": Factors(delta, lambda samples: x[samples], x.shape[2])}
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """``sum_t delta_it x_it^T`` and ``sum_t delta_it``."""
-        delta, x = use.delta, use.input
-        delta, x = (t.reshape(t.shape[0], -1, t.shape[-1]) for t in (delta, x.to(delta.dtype)))
+        delta = use.delta if use.delta.dim() == 2 else use.delta.flatten(1, -2)
+        weight = self.factors(use)["weight"] if "weight" in names else None
 
         def block(samples: slice) -> dict[str, Tensor]:
             d = delta[samples]
-            formulas = {
-                "weight": lambda: torch.bmm(d.transpose(1, 2), x[samples]),
-                "bias": lambda: d.sum(1),
-            }
-            return {name: formulas[name]() for name in names}
+            found = {} if weight is None else {"weight": weight.products(samples)}
+            return found | ({"bias": d if d.dim() == 2 else d.sum(1)} if "bias" in names else {})
 
         return block
+
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
+        """``sum_t <delta_it, V x_it + v>``; in float64 where a sample has one ``t``."""
+        delta, x = self._sequences(use)
+        kind = torch.float64 if delta.shape[1] == 1 else delta.dtype
+        delta, x = delta.to(kind), x.to(kind)
+        v = {name: tensor.to(kind) for name, tensor in direction.items()}
+        if "weight" not in v:
+            output = v["bias"]
+        else:
+            weight = v["weight"] if self._transposed else v["weight"].T
+            output = torch.addmm(v["bias"], x.flatten(0, 1), weight) if "bias" in v else x.flatten(0, 1) @ weight
+        return (output.view(-1, *delta.shape[1:]).expand_as(delta) * delta).flatten(1).sum(1, dtype=torch.float64)
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""
         return 0
+
+    def _sequences(self, use: Use) -> tuple[Tensor, Tensor]:
+        delta, x = use.delta, use.input
+        if delta.dim() == 2:
+            return delta.unsqueeze(1), x.to(delta.dtype).unsqueeze(1)
+        return delta.flatten(1, -2), x.to(delta.dtype).flatten(1, -2)

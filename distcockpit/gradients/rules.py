@@ -6,12 +6,16 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from distcockpit.gradients.backpack_layers import BackpackRule
+from distcockpit.gradients.convolution import KINDS as CONVOLUTIONS
+from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.generic import GenericRule
 from distcockpit.gradients.linear import LinearRule
+from distcockpit.gradients.norms import NormRule
 from distcockpit.gradients.uses import Rule
 
-LINEAR, EMBEDDING, BACKPACK, GENERIC = LinearRule(), EmbeddingRule(), BackpackRule(), GenericRule()
+LINEAR, TRANSPOSED, EMBEDDING = LinearRule(), LinearRule(transposed=True), EmbeddingRule()
+CONVOLUTION, NORM, BACKPACK, GENERIC = ConvolutionRule(), NormRule(), BackpackRule(), GenericRule()
 
 
 def rule_for(module: nn.Module) -> Rule:
@@ -24,8 +28,14 @@ def rule_for(module: nn.Module) -> Rule:
         return GENERIC
     if type(module) is nn.Linear:
         return LINEAR
+    if LinearRule.is_transposed(module):
+        return TRANSPOSED
     if type(module) is nn.Embedding:
         return EMBEDDING
+    if type(module) in CONVOLUTIONS:
+        return CONVOLUTION
+    if NormRule.serves(module):
+        return NORM
     if BackpackRule.serves(module):
         return BACKPACK
     return GENERIC

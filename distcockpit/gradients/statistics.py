@@ -1,49 +1,92 @@
 """Sums over individual gradients, fed with outer products where a layer has them, and with blocks elsewhere.
 
-A statistic is an accumulator. ``outer`` takes the factors of ``g_i = delta_i x_i^T`` and avoids forming the
-products where a closed form exists; ``block`` takes formed individual gradients ``[n, *parameter.shape]``.
-``samples`` says which samples of the local batch they belong to.
+A statistic is an accumulator. ``outer`` takes the factors of ``g_i = delta_i x_i^T`` and ``sequence`` those of
+``g_i = sum_t delta_it x_it^T``, and neither forms the products; ``block`` takes formed individual gradients
+``[n, *parameter.shape]``. ``samples`` says which samples of the local batch they belong to.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distcockpit import kernels
+from distcockpit.gradients.uses import Use
 
 
-class Statistic(Protocol):
-    """An accumulator over individual gradients."""
+class Statistic(ABC):
+    """An accumulator over individual gradients. Abstract; the simplest has `outer` and `block`."""
 
+    @abstractmethod
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Add samples whose individual gradients of parameter ``name`` are ``delta_i x_i^T``."""
 
+    @abstractmethod
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """Add formed individual gradients of parameter ``name``."""
 
+    def prefers_factors(self, t: int, o: int, i: int) -> bool:
+        """Whether factors ``[n, T, O]`` and ``[n, T, I]`` are cheaper to use than to be multiplied first."""
+        return t == 1
 
-class GradientSum:
+    def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """Add samples whose individual gradients are ``sum_t delta_it x_it^T``; only where factors are preferred."""
+        raise NotImplementedError(f"{type(self).__name__} prefers factors, so it must define sequence().")
+
+    def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
+        """What this statistic wants to know of the calls of a layer, if that needs no individual gradient.
+
+        Args:
+            use: A call of a layer.
+            parameters: Those of its parameters that are asked for: local name -> name in the model.
+        """
+        return None
+
+    def take(self, values: Tensor, samples: slice) -> None:
+        """Add what `of_use` said."""
+
+
+def zeros(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A vector of zeros, float64 ``[P]``, and its parts in the shape of the parameters."""
+    sizes = [p.numel() for p in parameters.values()]
+    device = next((p.device for p in parameters.values()), None)
+    flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    parts = zip(parameters.items(), flat.split(sizes), strict=True)
+    return flat, {name: part.view(p.shape) for (name, p), part in parts}
+
+
+class GradientSum(Statistic):
     """``sum_i g_i``, by parameter, in float64."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+        self.flat, self.sums = zeros(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``delta^T x``."""
-        self.sums[name].addmm_(delta.double().T, x.double())
+        self._matrix(name, delta, x).addmm_(delta.double().T, x.double())
+
+    def prefers_factors(self, t: int, o: int, i: int) -> bool:
+        """Always."""
+        return True
+
+    def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """The same, over all t."""
+        self.outer(name, delta.flatten(0, 1), x.flatten(0, 1), samples)
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the samples of the block."""
-        self.sums[name] += gradients.sum(0, dtype=torch.float64)
+        kernels.add_sums(self.sums[name], gradients)
+
+    def _matrix(self, name: str, delta: Tensor, x: Tensor) -> Tensor:
+        return self.sums[name].view(delta.shape[1], x.shape[1])
 
 
-class SquareSum:
+class SquareSum(Statistic):
     """``sum_i g_i^2``, element by element, by parameter, in float64.
 
     float64 because ``N G^2`` is subtracted later: squares of float32 numbers are exact in float64, and a difference
@@ -51,18 +94,19 @@ class SquareSum:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+        self.flat, self.sums = zeros(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``(delta^2)^T (x^2)``."""
-        self.sums[name].addmm_(delta.double().square().T, x.double().square())
+        matrix = self.sums[name].view(delta.shape[1], x.shape[1])
+        matrix.addmm_(delta.double().square().T, x.double().square())
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the samples of the block."""
-        self.sums[name] += gradients.double().square().sum(0)
+        kernels.add_squares(self.sums[name], gradients)
 
 
-class SquaredNorms:
+class SquaredNorms(Statistic):
     """``sum_i |g_i|^2``: one number per parameter, ``values``, float64, for the reason given in `SquareSum`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -70,17 +114,32 @@ class SquaredNorms:
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""
-        self.values[name] += delta.double().square().sum(1) @ x.double().square().sum(1)
+        self.values[name] += _squared_rows(delta) @ _squared_rows(x)
+
+    def prefers_factors(self, t: int, o: int, i: int) -> bool:
+        """Where two float64 matrices ``[T, T]`` cost less than one of the shape of the parameter."""
+        return t == 1 or 4 * t * (o + i) < o * i
+
+    def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, because its terms may cancel."""
+        delta, x = delta.double(), x.double()
+        products = torch.bmm(delta, delta.transpose(1, 2)).mul_(torch.bmm(x, x.transpose(1, 2)))
+        self.values[name] += products.sum()
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""
-        self.values[name] += gradients.double().square().sum()
+        self.values[name] += kernels.squared_norm(gradients)
 
 
-class Projection:
+def _squared_rows(rows: Tensor) -> Tensor:
+    """``|row|^2``, float64."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
+
+
+class Projection(Statistic):
     """``<g_i, v>`` for every sample of the local batch: ``values``, float64, shape ``[B]``.
 
-    In float64, because the variance of the projections over samples may be small against their mean.
+    Summed in float64, because the variance of the projections over samples may be small against their mean.
     """
 
     def __init__(self, direction: Mapping[str, Tensor], batch_size: int) -> None:
@@ -88,9 +147,18 @@ class Projection:
         device = next(iter(direction.values())).device
         self.values = torch.zeros(batch_size, dtype=torch.float64, device=device)
 
+    def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
+        """The derivative of the output in this direction, times the output gradient."""
+        return use.rule.along(use, {local: self.direction[name] for local, name in parameters.items()})
+
+    def take(self, values: Tensor, samples: slice) -> None:
+        """Projections add up over layers."""
+        self.values[samples] += values
+
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``<delta_i, V x_i>``."""
-        self.values[samples] += ((x.double() @ self.direction[name].double().T) * delta.double()).sum(1)
+        direction = self.direction[name].double().view(delta.shape[1], x.shape[1])
+        self.values[samples] += ((x.double() @ direction.T) * delta.double()).sum(1)
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The inner product itself."""
@@ -99,7 +167,7 @@ class Projection:
         self.values[samples] += rows.sum(1, dtype=torch.float64)
 
 
-class AbsMax:
+class AbsMax(Statistic):
     """The largest absolute element over samples and parameters; NaN and infinite elements do not count."""
 
     def __init__(self) -> None:
@@ -123,7 +191,7 @@ def _finite_abs(values: Tensor) -> Tensor:
     return values.abs().nan_to_num(nan=0.0, posinf=0.0)
 
 
-class Histogram1d:
+class Histogram1d(Statistic):
     """Counts of all elements: int64, shape ``[b + 5]``, see :mod:`distcockpit.kernels` for the slots."""
 
     def __init__(self, edges: np.ndarray) -> None:
@@ -139,19 +207,23 @@ class Histogram1d:
         self.counts = self.counts + kernels.count_block(gradients, self.edges)
 
 
-class Histogram2d:
+class Histogram2d(Statistic):
     """Counts over (gradient element, value of its parameter), per parameter: int64, ``[b_g + 5, b_p + 5]``."""
 
     def __init__(self, edges: tuple[np.ndarray, np.ndarray], parameters: Mapping[str, Tensor]) -> None:
         self.gradient_edges = edges[0]
         self.n_columns = len(edges[1]) - 1 + kernels.OUTSIDE
-        self.columns = {name: kernels.slots(p, edges[1]) for name, p in parameters.items()}
+        self.columns = {name: kernels.slots(p, edges[1]).int() for name, p in parameters.items()}
         self.counts: dict[str, Tensor | int] = dict.fromkeys(parameters, 0)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Bin products without storing them."""
         self.counts[name] = self.counts[name] + kernels.count_outer_2d(
-            delta, x.to(delta.dtype), self.gradient_edges, self.columns[name], self.n_columns
+            delta,
+            x.to(delta.dtype),
+            self.gradient_edges,
+            self.columns[name].view(delta.shape[1], x.shape[1]),
+            self.n_columns,
         )
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
 
@@ -31,11 +32,18 @@ class Rule(Protocol):
 
     description: str
 
-    def outer(self, use: Use) -> tuple[str, Tensor, Tensor] | None:
-        """A parameter whose individual gradients are outer products, with the factors, if there is one.
+    def factors(self, use: Use) -> dict[str, Factors]:
+        """The parameters whose individual gradients are sums of outer products, by local name."""
+
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
+        """``<g_i, v>`` for all samples, where that needs no individual gradient: the derivative of the output along v.
+
+        Args:
+            use: The call of the layer.
+            direction: v, by local name; some of the parameters or all.
 
         Returns:
-            Local name, ``delta [B, O]``, ``x [B, I]`` with ``g_i = delta_i x_i^T``, or ``None``.
+            float64 ``[B]``, or ``None``.
         """
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import MicroBatch, Use
 
-BLOCK_ELEMENTS = 1 << 20  # 4 MiB of float32: measured best between 2 and 8 MiB on two cores with small caches
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB of float32: smaller blocks leave matrix products without work for the cores
 
 
 @torch.no_grad()
@@ -20,12 +21,13 @@ def walk(
     values: Mapping[str, Tensor],
     tracked: Sequence[str],
     statistics: Sequence[Statistic],
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> None:
     """Feed the individual gradients of all tracked parameters to ``statistics``.
 
-    A parameter with one use whose individual gradients are outer products is handed over as factors. Everything
-    else comes in blocks of samples; the blocks of several uses of a parameter are added first, because the
-    gradient of a sample is the sum over the uses.
+    What follows from the factors of a layer is taken from them. Where a statistic needs formed gradients, they come in
+    blocks of samples; the blocks of several uses of a parameter are added first, because the gradient of a sample is
+    the sum over the uses.
 
     Args:
         batches: The micro-batches of the step; their samples are numbered through.
@@ -33,36 +35,14 @@ def walk(
         tracked: Names of the tracked ones. A tracked parameter without a use has individual gradients that are
             zero, and they count.
         statistics: Accumulators; all of them see the same blocks while these are in cache.
+        block_elements: Elements of a block, and of what is needed to form it; at least one sample.
     """
-    if not statistics:
-        return
     start = 0
     for batch in batches:
-        if batch.batch_size:
-            _walk_micro_batch(batch, values, tracked, statistics, start)
+        if batch.batch_size and statistics:
+            for uses, names in _grouped(batch, tracked).items():
+                _Group(uses, names, batch.batch_size, start, values, block_elements).feed(statistics)
         start += batch.batch_size
-
-
-def _walk_micro_batch(
-    batch: MicroBatch,
-    values: Mapping[str, Tensor],
-    tracked: Sequence[str],
-    statistics: Sequence[Statistic],
-    start: int,
-) -> None:
-    everything = slice(start, start + batch.batch_size)
-    for uses, names in _grouped(batch, tracked).items():
-        remaining = list(names)
-        if len(uses) == 1 and (outer := uses[0].rule.outer(uses[0])) is not None:
-            local, delta, x = outer
-            name = uses[0].layer.parameters[local]
-            if name in remaining:
-                remaining.remove(name)
-                for statistic in statistics:
-                    statistic.outer(name, delta, x, everything)
-        for samples, name, gradients in _blocks(batch.batch_size, uses, remaining, values):
-            for statistic in statistics:
-                statistic.block(name, gradients, slice(start + samples.start, start + samples.stop))
 
 
 class _UseTuple(tuple[Use, ...]):
@@ -90,26 +70,91 @@ def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[
     return groups
 
 
-def _blocks(
-    batch_size: int, uses: Sequence[Use], names: Sequence[str], values: Mapping[str, Tensor]
-) -> Iterator[tuple[slice, str, Tensor]]:
-    """Individual gradients of ``names``, a few samples at a time."""
-    if not names:
-        return
-    sources = []
-    for use in uses:
-        local = {full: name for name, full in use.layer.parameters.items() if full in names}
-        sources.append((local, use.rule.blocks(use, list(local.values()), values)))
-    per_sample = sum(values[name].numel() for name in names)
-    per_sample += sum(use.rule.elements_per_sample(use) for use in uses)
-    n = max(1, BLOCK_ELEMENTS // per_sample)
-    for first in range(0, batch_size, n):
-        samples = slice(first, min(first + n, batch_size))
-        parts = [(local, block(samples)) for local, block in sources]
-        for name in names:
-            gradients = [block[local[name]] for local, block in parts]
-            if gradients:
-                yield samples, name, gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-            else:
-                shape = (samples.stop - samples.start, *values[name].shape)
-                yield samples, name, values[name].new_zeros(()).expand(shape)
+class _Group:
+    """The parameters that the same uses serve."""
+
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        names: Sequence[str],
+        batch_size: int,
+        start: int,
+        values: Mapping[str, Tensor],
+        block_elements: int,
+    ) -> None:
+        self._uses, self._names, self._batch_size, self._start = uses, names, batch_size, start
+        self._values, self._block_elements = values, block_elements
+        self._locals = [{n: full for n, full in use.layer.parameters.items() if full in names} for use in uses]
+
+    def feed(self, statistics: Sequence[Statistic]) -> None:
+        """Let every statistic see every sample."""
+        left = [statistic for statistic in statistics if not self._along(statistic)]
+        if not left:
+            return
+        names = list(self._names)
+        if len(self._uses) == 1:
+            for local, factors in self._uses[0].rule.factors(self._uses[0]).items():
+                name = self._locals[0].get(local)
+                if name is not None and self._from_factors(name, factors, left):
+                    names.remove(name)
+        for samples, name, gradients in self._blocks(names):
+            for statistic in left:
+                statistic.block(name, gradients, self._numbered(samples))
+
+    def _along(self, statistic: Statistic) -> bool:
+        """Whether the statistic took what it wants from whole uses."""
+        taken = []
+        for use, local in zip(self._uses, self._locals, strict=True):
+            found = statistic.of_use(use, local)
+            if found is None:
+                return False
+            taken.append(found)
+        if not taken:  # a parameter that no layer used: its individual gradients are zero, and count
+            return False
+        for values in taken:
+            statistic.take(values, self._numbered(slice(0, self._batch_size)))
+        return True
+
+    def _from_factors(self, name: str, factors: Factors, statistics: Sequence[Statistic]) -> bool:
+        """Feed the factors, if no statistic needs the products."""
+        t, o, i = factors.sizes
+        if not all(statistic.prefers_factors(t, o, i) for statistic in statistics):
+            return False
+        for samples in self._pieces(0 if t == 1 else t * (o + i)):
+            delta, x = factors.of(samples)
+            for statistic in statistics:
+                if t == 1:
+                    statistic.outer(name, delta[:, 0], x[:, 0], self._numbered(samples))
+                else:
+                    statistic.sequence(name, delta, x, self._numbered(samples))
+        return True
+
+    def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, str, Tensor]]:
+        """Individual gradients of ``names``, a few samples at a time."""
+        if not names:
+            return
+        sources = []
+        for use, locals_ in zip(self._uses, self._locals, strict=True):
+            local = {name: full for name, full in locals_.items() if full in names}
+            sources.append((local, use.rule.blocks(use, list(local), self._values)))
+        per_sample = sum(self._values[name].numel() for name in names)
+        per_sample += sum(use.rule.elements_per_sample(use) for use in self._uses)
+        for samples in self._pieces(per_sample):
+            parts = [(local, block(samples)) for local, block in sources]
+            for name in names:
+                shape = (samples.stop - samples.start, *self._values[name].shape)
+                gradients = [
+                    block[n].view(shape) for local, block in parts for n, full in local.items() if full == name
+                ]
+                if gradients:
+                    yield samples, name, gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                else:
+                    yield samples, name, self._values[name].new_zeros(()).expand(shape)
+
+    def _pieces(self, per_sample: int) -> Iterator[slice]:
+        n = self._batch_size if not per_sample else max(1, self._block_elements // per_sample)
+        for first in range(0, self._batch_size, n):
+            yield slice(first, min(first + n, self._batch_size))
+
+    def _numbered(self, samples: slice) -> slice:
+        return slice(self._start + samples.start, self._start + samples.stop)

@@ -1,4 +1,4 @@
-"""Counting into bins: one interface, the same counts from every implementation.
+"""Passes over many numbers: one interface, and the same counts from every implementation.
 
 Every value falls into one *slot*. For ``b`` bins with edges ``e_0 < ... < e_b`` there are ``b + 5`` slots, in
 this order::
@@ -14,6 +14,7 @@ All functions return int64 counts on the device of their input.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import ModuleType
 
 import numpy as np
@@ -56,13 +57,19 @@ def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
         dtype: ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        Tensor of shape ``[b + 3]``, on the CPU.
+        Tensor of shape ``[b + 3]``, on the CPU, not to be written to.
     """
+    return _thresholds(edges.tobytes(), dtype)
+
+
+@lru_cache(64)
+def _thresholds(edge_bytes: bytes, dtype: torch.dtype) -> Tensor:
     kind = np.float32 if dtype == torch.float32 else np.float64
+    edges = np.frombuffer(edge_bytes, np.float64)
     with np.errstate(over="ignore"):
         rounded = edges.astype(kind)
     up = np.nextafter(rounded, kind(np.inf))
-    starts = np.where(rounded < edges, up, rounded)[:-1]
+    starts = np.where(np.less(rounded, edges), up, rounded)[:-1]
     end = up[-1] if rounded[-1] <= edges[-1] else rounded[-1]
     return torch.from_numpy(np.concatenate([[np.finfo(kind).min], starts, [end, np.inf]]).astype(kind))
 
@@ -109,7 +116,7 @@ def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns
     Args:
         values: Shape ``[N, D]``.
         edges: float64, shape ``[b + 1]``.
-        columns: int64 column of each ``d``, shape ``[D]``.
+        columns: Column of each ``d``, an integer, shape ``[D]``.
         n_columns: How many columns there are.
 
     Returns:
@@ -127,7 +134,7 @@ def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor,
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
         edges: float64, shape ``[b + 1]``.
-        columns: int64, shape ``[O, I]``.
+        columns: Integers, shape ``[O, I]``.
         n_columns: How many columns there are.
 
     Returns:
@@ -136,6 +143,34 @@ def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor,
     delta, x = binnable(delta), binnable(x)
     limits = thresholds(edges, x.dtype).to(x.device)
     return _implementation(x).count_outer_2d(delta, x, limits, columns, n_columns)
+
+
+def add_sums(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]``, in float64, to ``sums``.
+
+    Args:
+        sums: float64, changed in place.
+        values: Shape ``[N, *sums.shape]``.
+    """
+    values = binnable(values)
+    _implementation(values).add_sums(sums, values)
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of all squares, squared and added in float64; a number."""
+    values = binnable(values)
+    return _implementation(values).squared_norm(values)
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]^2``, squared and added in float64, to ``sums``.
+
+    Args:
+        sums: float64, changed in place.
+        values: Shape ``[N, *sums.shape]``.
+    """
+    values = binnable(values)
+    _implementation(values).add_squares(sums, values)
 
 
 def _implementation(values: Tensor) -> ModuleType:

@@ -1,13 +1,35 @@
-"""Binning on the CPU with Numba: products are counted as they are formed and never stored."""
+"""Binning on the CPU with Numba: products are counted as they are formed, or without being formed, and never stored.
+
+Gradients are mostly small against the range of a histogram, so that everything falls into the one or two slots next to
+zero. Of a row of products ``d * x_i`` that is known from the signs and the extremes of ``x`` alone. Where a row spreads
+over more slots, it is monotone in ``x``: with ``x`` sorted, once per sample, each slot is a range, whose end a binary
+search finds. Both compare the same rounded products with the same edges as the direct form, so that counts are equal.
+
+Samples are shared out among as many threads as torch uses; the kernels release the GIL.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+PER_THREAD = 1 << 16  # elements or pairs below which another thread does not pay
+CHUNK = 512  # elements that are looked at together
+WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
+
+WORTH_SORTING = 4  # pairs of a sample from which on its row is sorted
+
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
 
 
 @_jit
@@ -26,34 +48,401 @@ def _slot(v, limits, low, per_width):
 
 
 @_jit
-def _count_block(values, limits, low, per_width, counts):
-    for v in values:
-        counts[_slot(v, limits, low, per_width)] += 1
+def _zero(limits):
+    """The slot of zero, and that of small negative numbers, each with the interval ``[start, end)`` that is its own."""
+    k = 0
+    while k < limits.size and limits[k] <= 0:
+        k += 1
+    start, end = limits[k - 1], limits[k]
+    if start < 0 or k < 2:
+        return k, k, start, start, end
+    return k, k - 1, limits[k - 2], start, end
 
 
 @_jit
-def _count_outer(delta, x, limits, low, per_width, counts):
-    for n in range(delta.shape[0]):
-        for o in range(delta.shape[1]):
-            d = delta[n, o]
-            for i in range(x.shape[1]):
-                counts[_slot(d * x[n, i], limits, low, per_width)] += 1
+def _signs(x):
+    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite."""
+    n_negative = n_positive = 0
+    negative_from = positive_from = x.dtype.type(np.inf)
+    negative_to = positive_to = x.dtype.type(0)
+    finite = True
+    for v in x:
+        finite &= abs(v) < np.inf
+        if v > 0:
+            n_positive += 1
+            positive_from, positive_to = min(positive_from, v), max(positive_to, v)
+        elif v < 0:
+            n_negative += 1
+            negative_from, negative_to = min(negative_from, -v), max(negative_to, -v)
+    return finite, n_negative, negative_from, negative_to, n_positive, positive_from, positive_to
+
+
+@_jit
+def _is_near(d, n_below, below_from, below_to, above_to, near):
+    """Whether all products are next to zero: the negative ones in one slot, all others in that of zero.
+
+    Args:
+        d: The factor.
+        n_below: How many products are negative.
+        below_from: Smallest magnitude of what the factor makes negative.
+        below_to: Largest magnitude of that.
+        above_to: Largest magnitude of what it makes positive.
+        near: From `_zero`.
+    """
+    zero, below, start, middle, end = near
+    size = abs(d)
+    if not size * above_to < end:
+        return False
+    if n_below == 0:
+        return True
+    if not -(size * below_to) >= start:
+        return False
+    return below == zero or -(size * below_from) < middle
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _count_block(values, limits, low, per_width, counts):
+    zero, below, start, middle, end = _zero(limits)
+    for first in range(0, values.size, CHUNK):
+        chunk = values[first : first + CHUNK]
+        negative = positive = np.int32(0)  # 32 bits, so that 16 elements are compared at once
+        for i in range(chunk.size):
+            v = chunk[i]
+            negative = np.int32(negative + np.int32((v >= start) & (v < middle)))
+            positive = np.int32(positive + np.int32((v >= middle) & (v < end)))
+        if negative + positive < chunk.size:
+            for v in chunk:
+                if not (v >= start and v < end):
+                    counts[_slot(v, limits, low, per_width)] += 1
+        counts[below] += negative
+        counts[zero] += positive
 
 
 @_jit
 def _count_block_2d(values, limits, low, per_width, columns, counts):
+    zero, below, start, middle, end = _zero(limits)
     for n in range(values.shape[0]):
-        for d in range(values.shape[1]):
-            counts[_slot(values[n, d], limits, low, per_width), columns[d]] += 1
+        for first in range(0, values.shape[1], CHUNK):
+            chunk, column = values[n, first : first + CHUNK], columns[first : first + CHUNK]
+            near = np.int32(0)
+            for i in range(chunk.size):
+                near = np.int32(near + np.int32((chunk[i] >= start) & (chunk[i] < end)))
+            if near == chunk.size:
+                for i in range(chunk.size):
+                    counts[zero if chunk[i] >= middle else below, column[i]] += 1
+            else:
+                for i in range(chunk.size):
+                    counts[_slot(chunk[i], limits, low, per_width), column[i]] += 1
 
 
 @_jit
-def _count_outer_2d(delta, x, limits, low, per_width, columns, counts):
-    for n in range(delta.shape[0]):
+def _add_sums(values, sums):
+    for n in range(values.shape[0]):
+        row = values[n]
+        for i in range(row.size):
+            sums[i] += row[i]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def _squared_norm(values):
+    total = 0.0
+    for i in range(values.size):
+        v = np.float64(values[i])
+        total += v * v
+    return total
+
+
+@_jit
+def _add_squares(values, sums):
+    for n in range(values.shape[0]):
+        row = values[n]
+        for i in range(row.size):
+            v = np.float64(row[i])
+            sums[i] += v * v
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _count_near(delta, x, limits, counts, rest):
+    """Count the pairs (n, o) whose products are all next to zero, and tell which are not.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        limits: The thresholds.
+        counts: Of slots, added to.
+        rest: bool ``[N, O]``: set to whether a pair is left.
+
+    Returns:
+        int8 ``[N]``: 0 where nothing of a sample is left, 2 where its row is worth sorting, 1 otherwise.
+    """
+    near = _zero(limits)
+    zero, below, _, _, _ = near
+    left = np.zeros(x.shape[0], np.int8)
+    for n in range(x.shape[0]):
+        finite, n_minus, minus_from, minus_to, n_plus, plus_from, plus_to = _signs(x[n])
+        n_left = 0
         for o in range(delta.shape[1]):
             d = delta[n, o]
-            for i in range(x.shape[1]):
-                counts[_slot(d * x[n, i], limits, low, per_width), columns[o, i]] += 1
+            rest[n, o] = True
+            n_left += 1
+            if finite and abs(d) < np.inf:
+                if d > 0:
+                    n_below, is_near = n_minus, _is_near(d, n_minus, minus_from, minus_to, plus_to, near)
+                elif d < 0:
+                    n_below, is_near = n_plus, _is_near(d, n_plus, plus_from, plus_to, minus_to, near)
+                else:
+                    n_below, is_near = 0, True
+                if is_near:
+                    rest[n, o] = False
+                    n_left -= 1
+                    counts[below] += n_below
+                    counts[zero] += x.shape[1] - n_below
+        if n_left:
+            left[n] = 2 if finite and n_left >= WORTH_SORTING else 1
+    return left
+
+
+@_jit
+def _count_row(d, x, limits, low, per_width, near, counts):
+    zero, below, start, middle, end = near
+    negative = positive = np.int32(0)
+    for i in range(x.size):
+        p = d * x[i]
+        negative = np.int32(negative + np.int32((p >= start) & (p < middle)))
+        positive = np.int32(positive + np.int32((p >= middle) & (p < end)))
+    if negative + positive < x.size:
+        for v in x:
+            p = d * v
+            if not (p >= start and p < end):
+                counts[_slot(p, limits, low, per_width)] += 1
+    counts[below] += negative
+    counts[zero] += positive
+
+
+@_jit
+def _count_sorted_row(d, x, limits, low, per_width, counts):
+    """Products of a finite number with a sorted row of such."""
+    size, step, i = x.size, 1, 0
+    if d < 0:
+        step, i = -1, size - 1
+    k, last = _slot(d * x[i], limits, low, per_width), _slot(d * x[size - 1 - i], limits, low, per_width)
+    if (last - k) * WORTH_SEARCHING > size:
+        begin = 0
+        for j in range(size):
+            p = d * x[i + step * j]
+            if k < limits.size and p >= limits[k]:
+                counts[k] += j - begin
+                begin = j
+                while k < limits.size and p >= limits[k]:
+                    k += 1
+        counts[k] += size - begin
+        return
+    begin = 0
+    while k < last:
+        limit, a, b = limits[k], begin, size - 1  # the product at b is beyond the limit, that at a is not
+        while b - a > 1:
+            middle = (a + b) >> 1
+            if d * x[i + step * middle] >= limit:
+                b = middle
+            else:
+                a = middle
+        counts[k] += b - begin
+        begin = b
+        p = d * x[i + step * b]
+        while k < limits.size and p >= limits[k]:
+            k += 1
+    counts[k] += size - begin
+
+
+@_jit
+def _count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, counts):
+    """Count what is left; row k of ``x``, which may be sorted and then is finite, belongs to ``samples[k]``."""
+    near = _zero(limits)
+    for k in range(samples.size):
+        n = samples[k]
+        for o in range(delta.shape[1]):
+            if rest[n, o]:
+                d = delta[n, o]
+                if are_sorted and abs(d) < np.inf:
+                    _count_sorted_row(d, x[k], limits, low, per_width, counts)
+                else:
+                    _count_row(d, x[k], limits, low, per_width, near, counts)
+
+
+@_jit
+def _count_outer_2d(delta, x, limits, low, per_width, columns, row_counts, counts):
+    """Where all products of a pair are next to zero, the larger part is counted by row, and only the rest is visited.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        limits: The thresholds.
+        low: For `_slot`.
+        per_width: For `_slot`.
+        columns: Shape ``[O, I]``.
+        row_counts: Counts of the columns of each row of parameters, ``[O, n_columns]``.
+        counts: Added to.
+    """
+    near = _zero(limits)
+    zero, below, _, _, _ = near
+    width = x.shape[1]
+    minus, others = np.empty(width, np.int32), np.empty(width, np.int32)
+    plus, not_plus = np.empty(width, np.int32), np.empty(width, np.int32)
+    for n in range(x.shape[0]):
+        finite, n_minus, minus_from, minus_to, n_plus, plus_from, plus_to = _signs(x[n])
+        a = b = c = e = 0
+        for i in range(width):
+            if x[n, i] < 0:
+                minus[a] = i
+                a += 1
+            else:
+                others[b] = i
+                b += 1
+            if x[n, i] > 0:
+                plus[c] = i
+                c += 1
+            else:
+                not_plus[e] = i
+                e += 1
+        for o in range(delta.shape[1]):
+            d = delta[n, o]
+            is_near = finite and abs(d) < np.inf
+            n_below = 0
+            if is_near and d > 0:
+                n_below, is_near = n_minus, _is_near(d, n_minus, minus_from, minus_to, plus_to, near)
+            elif is_near and d < 0:
+                n_below, is_near = n_plus, _is_near(d, n_plus, plus_from, plus_to, minus_to, near)
+            if not is_near:
+                for i in range(width):
+                    counts[_slot(d * x[n, i], limits, low, per_width), columns[o, i]] += 1
+                continue
+            most, fewer = (below, zero) if 2 * n_below > width else (zero, below)
+            for k in range(row_counts.shape[1]):
+                counts[most, k] += row_counts[o, k]
+            if most == fewer or n_below == 0 or n_below == width:
+                continue
+            if d > 0:
+                visited = others[:b] if most == below else minus[:a]
+            else:
+                visited = not_plus[:e] if most == below else plus[:c]
+            for i in visited:
+                counts[most, columns[o, i]] -= 1
+                counts[fewer, columns[o, i]] += 1
+
+
+# -- the interface of the package --------------------------------------------------------------------------------------
+
+
+def count_block(values: Tensor, limits: Tensor) -> Tensor:
+    """Counts of all elements of ``values``, see the package docstring."""
+    edges, flat = limits.numpy(), values.reshape(-1).numpy()
+    scale = _scale(edges)
+
+    def count(part: slice) -> np.ndarray:
+        counts = np.zeros(edges.size + 2, np.int64)
+        _count_block(flat[part], edges, *scale, counts)
+        return counts
+
+    return _shared_out(count, flat.size, 1)
+
+
+def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
+    """Counts of all products ``delta[n, o] * x[n, i]``."""
+    if delta.shape[1] > x.shape[1]:  # the longer side is worth sorting
+        delta, x = x, delta
+    d, y, edges = _rows(delta), _rows(x), limits.numpy()
+    scale = _scale(edges)
+
+    def count(part: slice) -> np.ndarray:
+        counts = np.zeros(edges.size + 2, np.int64)
+        rest = np.empty(d[part].shape, np.bool_)
+        left = _count_near(d[part], y[part], edges, counts, rest)
+        for kind, are_sorted in ((1, False), (2, True)):
+            samples = np.flatnonzero(left == kind)
+            if samples.size:
+                rows = y[part][samples]
+                rows = np.sort(rows, 1) if are_sorted else rows
+                _count_rest(d[part], rows, samples, are_sorted, rest, edges, *scale, counts)
+        return counts
+
+    return _shared_out(count, len(d), d.shape[1] * 8 + y.shape[1])
+
+
+def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``)."""
+    edges, rows, column = limits.numpy(), _rows(values), _rows(columns)
+    scale = _scale(edges)
+
+    def count(part: slice) -> np.ndarray:
+        counts = np.zeros((edges.size + 2, n_columns), np.int64)
+        _count_block_2d(rows[part], edges, *scale, column, counts)
+        return counts
+
+    return _shared_out(count, len(rows), rows.shape[1])
+
+
+def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
+    d, y, column, edges = _rows(delta), _rows(x), _rows(columns), limits.numpy()
+    scale = _scale(edges)
+    flat = column + np.arange(len(column), dtype=column.dtype)[:, None] * n_columns
+    row_counts = np.bincount(flat.ravel(), minlength=column.shape[0] * n_columns).reshape(-1, n_columns)
+
+    def count(part: slice) -> np.ndarray:
+        counts = np.zeros((edges.size + 2, n_columns), np.int64)
+        _count_outer_2d(d[part], y[part], edges, *scale, column, row_counts, counts)
+        return counts
+
+    return _shared_out(count, len(d), d.shape[1] * n_columns)
+
+
+def add_sums(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums``, float64."""
+    rows, total = _rows(values.flatten(1)), sums.view(-1).numpy()
+    _in_parts(lambda part: _add_sums(rows[:, part], total[part]), total.size, len(rows))
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]^2`` to ``sums``, float64."""
+    rows, total = _rows(values.flatten(1)), sums.view(-1).numpy()
+    _in_parts(lambda part: _add_squares(rows[:, part], total[part]), total.size, len(rows))
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of all squares, float64."""
+    flat = _rows(values.reshape(-1))
+    total = sum(_in_parts(lambda part: _squared_norm(flat[part]), flat.size, 1))
+    return torch.tensor(total, dtype=torch.float64)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: int) -> Tensor:
+    """The sum of ``count`` over parts of ``range(n)``, each of whose items costs so many elements."""
+    return torch.from_numpy(sum(_in_parts(count, n, cost)))
+
+
+def _in_parts(work: Callable[[slice], object], n: int, cost: int) -> list:
+    threads = max(1, min(torch.get_num_threads(), n * cost // PER_THREAD, n))
+    ends = [n * k // threads for k in range(threads + 1)]
+    parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    if threads == 1:
+        return [work(parts[0])]
+    others = [_pool(os.getpid()).submit(work, part) for part in parts[1:]]
+    return [work(parts[0]), *(other.result() for other in others)]
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """One per process: a forked one has none of the threads."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="distcockpit-kernel")
 
 
 def _scale(limits: np.ndarray) -> tuple[np.floating, np.floating]:
@@ -62,38 +451,6 @@ def _scale(limits: np.ndarray) -> tuple[np.floating, np.floating]:
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         per_width = limits.dtype.type((limits.size - 3) / (np.float64(high) - np.float64(low)))
     return low, per_width if np.isfinite(per_width) else limits.dtype.type(0)
-
-
-def count_block(values: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all elements of ``values``, see the package docstring."""
-    edges = limits.numpy()
-    counts = np.zeros(edges.size + 2, np.int64)
-    _count_block(values.reshape(-1).numpy(), edges, *_scale(edges), counts)
-    return torch.from_numpy(counts)
-
-
-def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all products ``delta[n, o] * x[n, i]``."""
-    edges = limits.numpy()
-    counts = np.zeros(edges.size + 2, np.int64)
-    _count_outer(_rows(delta), _rows(x), edges, *_scale(edges), counts)
-    return torch.from_numpy(counts)
-
-
-def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``)."""
-    edges = limits.numpy()
-    counts = np.zeros((edges.size + 2, n_columns), np.int64)
-    _count_block_2d(_rows(values), edges, *_scale(edges), _rows(columns), counts)
-    return torch.from_numpy(counts)
-
-
-def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
-    edges = limits.numpy()
-    counts = np.zeros((edges.size + 2, n_columns), np.int64)
-    _count_outer_2d(_rows(delta), _rows(x), edges, *_scale(edges), _rows(columns), counts)
-    return torch.from_numpy(counts)
 
 
 def _rows(tensor: Tensor) -> np.ndarray:

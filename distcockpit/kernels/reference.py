@@ -48,6 +48,22 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
     return counts
 
 
+def add_sums(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums``, float64."""
+    sums += values.sum(0, dtype=torch.float64)
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of all squares, float64."""
+    return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]^2`` to ``sums``, float64."""
+    for part in values.split(max(1, CHUNK // max(1, sums.numel()))):
+        sums += part.double().square().sum(0)
+
+
 def _samples(delta: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:
     """Pieces of a few samples whose products fit a chunk."""
     n = max(1, CHUNK // max(1, delta.shape[1] * x.shape[1]))

@@ -120,7 +120,7 @@ class Quantity(ABC):
 
         Args:
             step: The step t.
-            d: ``theta_{t+1} - theta_t`` by parameter, float64.
+            d: ``theta_{t+1} - theta_t`` by parameter, in the parameters' own type, at least float32.
             memory: Belongs to this quantity and lasts from step to step.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the displacement, so it must define displacement().")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,33 @@ class Model:
         return [label(path) for path in self.layers]
 
 
+class ByParameter(dict[str, Tensor]):
+    """Parts of one vector, by parameter and in its shape.
+
+    Args:
+        flat: The vector, ``[P]``.
+        like: The parameters, whose elements it has in their order.
+    """
+
+    def __init__(self, flat: Tensor, like: Mapping[str, Tensor]) -> None:
+        self.flat = flat
+        parts = flat.split([p.numel() for p in like.values()])
+        super().__init__({name: part.view(p.shape) for (name, p), part in zip(like.items(), parts, strict=True)})
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """``|t|^2``, summed in float64."""
+    if values.dtype == torch.float64:
+        return torch.dot(values.reshape(-1), values.reshape(-1))
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """Of two tensors of one type, in at least float32."""
+    kind = torch.promote_types(after.dtype, torch.float32)
+    return after.detach().to(kind) - before.detach().to(kind)
+
+
 def label(path: str) -> str:
     """A module's name as the store shows it; the model itself has an empty one."""
     return path or "(model)"
@@ -155,6 +183,7 @@ ASKED_FOR = {
     "update": ("update",),
     "gradient_sums": ("mean_gradient", "projections"),
     "mean_gradient": ("mean_gradient", "projections"),
+    "mean_squared": ("mean_gradient", "projections"),
     "squared_norms": ("squared_norms",),
     "projections": ("projections",),
     "shard": ("squared_gradients", "mean_gradient", "pooled_curvature"),
@@ -188,8 +217,9 @@ class LocalBatch:
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    gradient_sums: Mapping[str, Tensor]  # this rank's sum_i g_i, by parameter, float64
-    mean_gradient: Mapping[str, Tensor]  # the pooled G, by parameter, float64
+    gradient_sums: ByParameter  # this rank's sum_i g_i, by parameter, float64
+    mean_gradient: ByParameter  # the pooled G, by parameter, float64
+    mean_squared: Tensor  # float64 [parameters]: |G|^2
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>
     shard: Shard
@@ -212,6 +242,17 @@ class LocalBatch:
             if needs is not None and not any(getattr(needs, each) for each in need):
                 raise AttributeError(f"batch.{name} is there only for quantities with Needs({need[0]}=...).")
         return object.__getattribute__(self, name)
+
+    def for_quantity(self, needs: Needs, **its_own: Any) -> LocalBatch:
+        """The same, as a quantity with these needs sees it.
+
+        Args:
+            needs: What it may read.
+            its_own: Attributes that differ between quantities.
+        """
+        seen = copy.copy(self)
+        vars(seen).update(its_own, needs=needs)
+        return seen
 
     def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> Fact:
         """A fact that all ranks hold alike. A callable is called on rank 0 only."""
@@ -241,4 +282,4 @@ class LocalBatch:
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """``|t|^2`` by parameter, float64 ``[parameters]``."""
-        return self.vector([tensors[name].double().square().sum() for name in self.parameters])
+        return torch.stack([squared_norm(tensors[name]) for name in self.parameters])

@@ -49,9 +49,7 @@ class CABS(Quantity):
         return {
             "squares": batch.collected(batch.squared_norms, index, size + 1)[:size],
             "loss": batch.loss,
-            "mean_squared": batch.once(
-                lambda: batch.collected(batch.squared_norm(batch.mean_gradient), index, size + 1)[:size]
-            ),
+            "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size + 1)[:size]),
             "rates": batch.once(lambda: batch.vector(batch.learning_rates)),
         }
 

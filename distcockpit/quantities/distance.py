@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, difference
 from distcockpit.schema import Field, Group, Row
 
 
@@ -40,7 +40,7 @@ class Distance(Quantity):
         return {
             "squares": batch.once(
                 lambda: batch.squared_norm({
-                    name: p.double() - batch.initial[name].double() for name, p in batch.parameters.items()
+                    name: difference(p, batch.initial[name]) for name, p in batch.parameters.items()
                 })
             )
         }

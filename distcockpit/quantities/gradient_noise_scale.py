@@ -60,11 +60,11 @@ class GradientNoiseScale(Quantity):
         index, size = [layer_of[name] for name in batch.parameters], len(batch.model.layers)
         between = batch.vector([0.0])[0]
         if batch.local_n:
-            apart = {n: s / batch.local_n - batch.mean_gradient[n] for n, s in batch.gradient_sums.items()}
-            between = batch.local_n * batch.squared_norm(apart).sum()
+            apart = batch.gradient_sums.flat / batch.local_n - batch.mean_gradient.flat
+            between = batch.local_n * torch.dot(apart, apart)
         return {
             "squares": batch.collected(batch.squared_norms, index, size),
-            "mean_squared": batch.once(lambda: batch.collected(batch.squared_norm(batch.mean_gradient), index, size)),
+            "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size)),
             "between": between,
             "ranks": torch.ones_like(between) if batch.local_n else torch.zeros_like(between),
         }

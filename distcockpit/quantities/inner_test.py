@@ -37,7 +37,7 @@ class InnerTest(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's centred sum of squares."""
-        mean_squared = batch.squared_norm(batch.mean_gradient).sum()
+        mean_squared = batch.mean_squared.sum()
         along = (batch.projections - mean_squared).square().sum()
         return {"along": along, "mean_squared": batch.once(mean_squared)}
 

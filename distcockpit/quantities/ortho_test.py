@@ -39,7 +39,7 @@ class OrthoTest(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 and the centred squares of the projections, of this rank; the squared norm of G."""
-        mean_squared = batch.squared_norm(batch.mean_gradient).sum()
+        mean_squared = batch.mean_squared.sum()
         along = (batch.projections - mean_squared).square().sum()
         return {"squares": batch.squared_norms.sum(), "along": along, "mean_squared": batch.once(mean_squared)}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
@@ -40,11 +41,11 @@ class RankDisagreement(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's slots; the norm of G."""
-        inner = batch.vector([(s * batch.mean_gradient[n]).sum() for n, s in batch.gradient_sums.items()]).sum()
-        squares = batch.squared_norm(batch.gradient_sums).sum()
+        mine = batch.gradient_sums.flat
+        inner, squares = torch.dot(mine, batch.mean_gradient.flat), torch.dot(mine, mine)
         loss = float("nan") if batch.loss is None else batch.loss
         facts = batch.vector([batch.local_n, squares, inner, loss])
-        mean_squared = batch.once(lambda: batch.squared_norm(batch.mean_gradient).sum())
+        mean_squared = batch.once(lambda: batch.mean_squared.sum())
         return {"ranks": batch.slot(facts), "mean_squared": mean_squared}
 
     def finalize(self, totals: Totals, n: int) -> Row:

@@ -74,7 +74,7 @@ class RankHealth(Quantity):
         losses = _count_nonfinite(batch.losses)
         counts = [
             losses if batch.loss is None else torch.maximum(losses, _count_nonfinite(batch.loss)),
-            sum((_count_nonfinite(s) for s in batch.gradient_sums.values()), torch.zeros_like(losses)),
+            _count_nonfinite(batch.gradient_sums.flat),
             _first(outputs, list(batch.model.leaves), batch),
             _first(gradients, list(batch.model.layers), batch),
         ]
@@ -119,7 +119,11 @@ def _count_nonfinite(values: Tensor) -> Tensor:
 
 
 def _any_nonfinite(values: Tensor) -> Tensor:
-    return (~values.isfinite()).any().double()
+    """1 if there is one, float64, in one pass without copies: NaN and infinities show in the extremes."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    low, high = values.aminmax()
+    return (~(low.isfinite() & high.isfinite())).double()
 
 
 def _first(flags: Iterable[tuple[str, Tensor]], paths: list[str], batch: LocalBatch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from distcockpit.quantities.batch import LocalBatch, Model
 from distcockpit.schema import Field, Group, Row
 
 BITS = 53  # that survive a sum in float64
-BLOCK = 1 << 20
+BLOCK = 1 << 16
 SHOWN = 3  # parameters that a notice names
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,7 +42,9 @@ class ReplicaDrift(Quantity):
         return Group(fields, {"parameter": labels, "rank": model.world_size})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """This rank's digests."""
+        """This rank's digests; one rank alone cannot drift."""
+        if batch.world_size == 1:
+            return {"digests": batch.slot(torch.zeros(len(batch.every_parameter)))}
         return {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
@@ -72,17 +75,21 @@ def _majority(digests: np.ndarray) -> float:
 def digest(tensor: Tensor) -> Tensor:
     """A number below 2^53, as float64, that differs where the bits of ``tensor`` do; on its device.
 
-    A sum of the bit patterns, each times an odd number of its own, modulo 2^64: changes of one element always change
-    it. The upper bits of the mixed sum are kept.
+    A sum of the bit patterns of a block, each times an odd number of its own, modulo 2^64, and then of the blocks
+    likewise: changes of one element always change it. The upper bits of the mixed sum are kept.
     """
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     bits = real.contiguous().view(-1).view(INTEGERS[real.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), BLOCK):
-        block = bits[start : start + BLOCK].to(torch.int64)
-        odd = _mix(torch.arange(start, start + block.numel(), device=tensor.device)) | 1
-        total = total + (block * odd).sum()
+    odd = _odd(tensor.device)
+    blocks = [torch.dot(block.to(torch.int64), odd[: block.numel()]) for block in bits.split(BLOCK)]
+    sums = torch.stack(blocks) if blocks else odd[:0]
+    total = (sums * (_mix(torch.arange(len(sums), device=tensor.device)) | 1)).sum()
     return ((_mix(total) >> (64 - BITS)) & ((1 << BITS) - 1)).double()
+
+
+@cache
+def _odd(device: torch.device) -> Tensor:
+    return _mix(torch.arange(BLOCK, device=device)) | 1
 
 
 def _mix(x: Tensor) -> Tensor:

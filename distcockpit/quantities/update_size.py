@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, squared_norm
 from distcockpit.schema import Field, Group, Row
 
 
@@ -44,7 +44,7 @@ class UpdateSize(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The squared lengths."""
-        return {"squares": torch.stack([t.square().sum() for t in d.values()])}
+        return {"squares": torch.stack([squared_norm(t) for t in d.values()])}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The lengths."""

@@ -1,0 +1,80 @@
+"""The quantities of a tracked step, and what they need together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Needs
+
+
+class Active:
+    """Some of the quantities, with their needs, which are asked for once.
+
+    Args:
+        quantities: In the order of the run.
+    """
+
+    def __init__(self, quantities: Sequence[Quantity]) -> None:
+        self.quantities = list(quantities)
+        self.needs: dict[str, Needs] = {q.name: q.needs for q in self.quantities}
+
+    def __iter__(self) -> Iterator[Quantity]:
+        return iter(self.quantities)
+
+    def __len__(self) -> int:
+        return len(self.quantities)
+
+    @cached_property
+    def _wanted(self) -> frozenset[str]:
+        names = [field.name for field in dataclasses.fields(Needs)]
+        return frozenset(name for name in names if any(getattr(needs, name) for needs in self.needs.values()))
+
+    def wants(self, *needs: str) -> bool:
+        """Whether any of the quantities has any of these needs."""
+        return not self._wanted.isdisjoint(needs)
+
+    def each(self, need: str) -> list[Any]:
+        """The different values of a need, in the order of the quantities, without those who have none."""
+        values = dict.fromkeys(getattr(needs, need) for needs in self.needs.values())
+        return [value for value in values if value is not None and value is not False]
+
+    def with_need(self, need: str) -> list[Quantity]:
+        """The quantities that have this need."""
+        return [q for q in self.quantities if getattr(self.needs[q.name], need)]
+
+    @cached_property
+    def subtracts_squares(self) -> bool:
+        """Whether any of them takes a variance from sums of squares and the square of a sum.
+
+        The sums must then be those of the very gradients that were squared: autograd's, which are rounded otherwise,
+        leave nothing of a small variance.
+        """
+        return self.wants("squared_norms", "squared_gradients")
+
+    @cached_property
+    def runs_again(self) -> bool:
+        """Whether any of them runs the step again."""
+        return self.wants("curvature", "trace", "eigenvalue")
+
+
+class Actives:
+    """The selections of quantities that a run meets: few, so each is kept.
+
+    Args:
+        quantities: All quantities of the run.
+    """
+
+    def __init__(self, quantities: Sequence[Quantity]) -> None:
+        self._all = list(quantities)
+        self._met: dict[tuple[int, ...], Active] = {}
+
+    def of(self, chosen: Iterable[bool]) -> Active:
+        """Those for which ``chosen``, in the order of the run, is true."""
+        key = tuple(k for k, is_chosen in enumerate(chosen) if is_chosen)
+        if key not in self._met:
+            self._met[key] = Active([self._all[k] for k in key])
+        return self._met[key]

@@ -1,0 +1,71 @@
+"""What autograd gives the parameters: by the chain rule the sum over the individual gradients of this rank's samples.
+
+It is taken by hooks on the parameters, before DDP averages it over ranks, and whatever was in ``.grad`` before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcockpit.gradients.statistics import zeros
+
+
+class Arrivals:
+    """The gradients that arrive at some parameters in a step, added up over backward calls.
+
+    Args:
+        parameters: By name, in the order of ``flat``.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._flat: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # float64, of the parameters that any gradient has reached
+
+    @property
+    def flat(self) -> Tensor:
+        """All of them as one vector, float64 ``[P]``; zero where none arrived."""
+        if self._flat is None:
+            self._flat, self._views = zeros(self._parameters)
+        return self._flat
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether autograd computes these gradients in less than the precision of float32."""
+        if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
+            return True
+        device = next(iter(self._parameters.values())).device.type
+        convolutions = device == "cuda" and torch.backends.cudnn.allow_tf32
+        return torch.get_float32_matmul_precision() != "highest" or convolutions
+
+    def watch(self) -> list[Any]:
+        """Put hooks on the parameters, which see a gradient before the user's own hooks change it.
+
+        Returns:
+            The handles to remove them with.
+        """
+        handles = []
+        for name, parameter in self._parameters.items():
+            handles.append(parameter.register_hook(self._add(name)))
+            others: Any = parameter._backward_hooks  # ordered
+            if len(others) > 1:
+                for key in [key for key in others if key != handles[-1].id]:
+                    others[key] = others.pop(key)
+        return handles
+
+    def _add(self, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            if self._flat is None:
+                self.flat  # noqa: B018 - makes the views
+            self._views[name].add_(dense)  # a copy: DDP averages the gradient in place
+            self.gradients[name] = self._views[name]
+
+        return hook
