@@ -152,11 +152,13 @@ class Captured:
 
     def scaled(self, samples_per_weight: float) -> MicroBatch:
         """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
+        factor = self.scale.unscale * samples_per_weight
         for use in self.uses:
-            for position, gradient in use.output_gradients.items():
-                use.output_gradients[position] = (
-                    gradient * (self.scale.unscale * samples_per_weight) if self.weight else torch.zeros_like(gradient)
-                )
+            for gradient in use.output_gradients.values():  # copies of our own
+                if self.weight:
+                    gradient.mul_(factor)
+                else:
+                    gradient.zero_()
         return MicroBatch(self.batch_size, self.uses)
 
 

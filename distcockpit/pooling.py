@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.active import Active
 from distcockpit.arrivals import Arrivals
 from distcockpit.captured import Captured
@@ -23,7 +24,7 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
-from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Update, squared_norm
+from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Update
 from distcockpit.session import Session, Setup
 
 SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
@@ -219,7 +220,7 @@ def _look(
         statistics={},
         gradient_sums=sums,
         mean_gradient=mean,
-        mean_squared=torch.stack([squared_norm(g) for g in mean.values()]) if mean else nothing,
+        mean_squared=torch.stack([kernels.squared_norm(g) for g in mean.values()]) if mean else nothing,
         squared_norms=nothing if norms is None else torch.stack(list(norms.values.values())),
         projections=nothing if onto is None else onto.values,
         shard=Shard(

@@ -16,6 +16,7 @@ sums depend on the sizes of outputs compares these, once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ class Layout:
         """Cut a buffer into its named parts."""
         parts, start = {}, 0
         for name, shape in self.parts:
-            size = int(np.prod(shape, dtype=np.int64))
+            size = math.prod(shape)
             parts[name] = buffer[start : start + size].reshape(shape)
             start += size
         return parts

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.gradients.statistics import Projection
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Update, difference, squared_norm
+from distcockpit.quantities.batch import Update, difference
 from distcockpit.recorder import Stamp
 
 
@@ -26,6 +27,7 @@ class Start:
     scale: float | None  # of the gradient scaler
     batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
     displaced: Sequence[Quantity]  # those that need the displacement
+    _displacement: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def inputs_changed(self) -> bool:
@@ -33,8 +35,10 @@ class Start:
         return any(use.inputs_changed for batch in self.batches for use in batch.uses)
 
     def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The step that the optimizer has made since, by parameter."""
-        return {name: difference(p, self.values[name]) for name, p in parameters.items()}
+        """The step that the optimizer has made since, by parameter; to be asked for when it has."""
+        if not self._displacement:
+            self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
+        return self._displacement
 
     def project(self, parameters: Mapping[str, Tensor], scale: float | None) -> Update:
         """The update, and the slopes of the start's samples along it.
@@ -44,7 +48,7 @@ class Start:
             scale: Of the gradient scaler now.
         """
         direction = self.displacement(parameters)
-        norm = torch.stack([squared_norm(d) for d in direction.values()]).sum().sqrt()
+        norm = torch.stack([kernels.squared_norm(d) for d in direction.values()]).sum().sqrt()
         changed = self.inputs_changed
         slopes = Projection(direction, len(self.losses))
         if not changed:

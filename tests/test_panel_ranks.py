@@ -140,7 +140,7 @@ def test_the_digest_sees_every_bit(dtype: torch.dtype) -> None:
 # -- a failure half-way ------------------------------------------------------------------------------------------------
 
 
-class Fails(q.Quantity):
+class Fails(q.Quantity, q.Statistic):
     """It fails on one rank, while statistics are asked for, in the walk, or when sums are taken."""
 
     def group(self, model: q.Model) -> q.Group:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-PIECE = 1 << 18  # elements of an output that are multiplied while they are in cache
 
 
 class ConvolutionRule:
@@ -54,16 +54,11 @@ class ConvolutionRule:
         """``<delta_i, conv(x_i; V, v)>``."""
         module, delta, x = _module(use), use.delta, _padded(use)
         v = {name: tensor.to(delta.dtype) for name, tensor in direction.items()}
-        n = max(1, PIECE // max(1, delta[:1].numel()))
-        parts = []
-        for d, y in zip(delta.split(n), x.split(n), strict=True):
-            if "weight" in v:
-                options = (module.stride, 0, module.dilation, module.groups)
-                output = CONVOLVE[delta.dim() - 2](y, v["weight"], v.get("bias"), *options)
-                parts.append(output.mul_(d).flatten(1).sum(1, dtype=torch.float64))
-            else:
-                parts.append(d.flatten(2).sum(2, dtype=torch.float64) @ v["bias"].double())
-        return torch.cat(parts)
+        if "weight" not in v:
+            return delta.flatten(2).sum(2, dtype=torch.float64) @ v["bias"].double()
+        options = (module.stride, 0, module.dilation, module.groups)
+        output = CONVOLVE[delta.dim() - 2](x, v["weight"], v.get("bias"), *options)
+        return kernels.inner_rows(output.flatten(1), delta.flatten(1))
 
     def elements_per_sample(self, use: Use) -> int:
         """The inputs that each place of the output sees."""

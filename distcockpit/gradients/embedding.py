@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
@@ -45,7 +45,7 @@ class EmbeddingRule:
         padding = getattr(use.layer.module, "padding_idx", None)
         if padding is not None:
             rows = rows.masked_fill((index == padding).unsqueeze(2), 0)
-        return (rows * delta).flatten(1).sum(1, dtype=torch.float64)
+        return kernels.inner_rows(rows.flatten(1), delta.flatten(1))
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""

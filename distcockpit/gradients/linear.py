@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Use
 
@@ -48,17 +49,18 @@ class LinearRule:
         return block
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
-        """``sum_t <delta_it, V x_it + v>``; in float64 where a sample has one ``t``."""
+        """``sum_t <delta_it, V x_it + v>``; with one ``t``, in the precision of the direction."""
         delta, x = self._sequences(use)
-        kind = torch.float64 if delta.shape[1] == 1 else delta.dtype
-        delta, x = delta.to(kind), x.to(kind)
+        one = delta.shape[1] == 1
+        kind = torch.promote_types(next(iter(direction.values())).dtype, delta.dtype) if one else delta.dtype
+        delta, x = delta.to(kind), x.to(kind).flatten(0, 1)
         v = {name: tensor.to(kind) for name, tensor in direction.items()}
         if "weight" not in v:
-            output = v["bias"]
+            output = v["bias"].expand_as(delta)
         else:
             weight = v["weight"] if self._transposed else v["weight"].T
-            output = torch.addmm(v["bias"], x.flatten(0, 1), weight) if "bias" in v else x.flatten(0, 1) @ weight
-        return (output.view(-1, *delta.shape[1:]).expand_as(delta) * delta).flatten(1).sum(1, dtype=torch.float64)
+            output = torch.addmm(v["bias"], x, weight) if "bias" in v else x @ weight
+        return kernels.inner_rows(output.reshape(len(delta), -1), delta.flatten(1))
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""

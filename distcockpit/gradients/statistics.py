@@ -38,6 +38,11 @@ class Statistic(ABC):
         """Add samples whose individual gradients are ``sum_t delta_it x_it^T``; only where factors are preferred."""
         raise NotImplementedError(f"{type(self).__name__} prefers factors, so it must define sequence().")
 
+    @property
+    def goes_along(self) -> bool:
+        """Whether this statistic may ask whole calls of a layer, by `of_use`."""
+        return False
+
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
         """What this statistic wants to know of the calls of a layer, if that needs no individual gradient.
 
@@ -114,7 +119,7 @@ class SquaredNorms(Statistic):
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""
-        self.values[name] += _squared_rows(delta) @ _squared_rows(x)
+        self.values[name] += kernels.inner_rows(delta, delta) @ kernels.inner_rows(x, x)
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
         """Where two float64 matrices ``[T, T]`` cost less than one of the shape of the parameter."""
@@ -131,21 +136,22 @@ class SquaredNorms(Statistic):
         self.values[name] += kernels.squared_norm(gradients)
 
 
-def _squared_rows(rows: Tensor) -> Tensor:
-    """``|row|^2``, float64."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
-
-
 class Projection(Statistic):
     """``<g_i, v>`` for every sample of the local batch: ``values``, float64, shape ``[B]``.
 
-    Summed in float64, because the variance of the projections over samples may be small against their mean.
+    With a direction in float64 that is the precision, also of the products where a layer has one for each sample: the
+    variance of the projections over samples may be small against their mean.
     """
 
     def __init__(self, direction: Mapping[str, Tensor], batch_size: int) -> None:
         self.direction = direction
         device = next(iter(direction.values())).device
         self.values = torch.zeros(batch_size, dtype=torch.float64, device=device)
+
+    @property
+    def goes_along(self) -> bool:
+        """Always: where blocks are not formed for others, the derivative of the output is cheaper."""
+        return True
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
         """The derivative of the output in this direction, times the output gradient."""
@@ -162,9 +168,8 @@ class Projection(Statistic):
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The inner product itself."""
-        product = gradients * self.direction[name].to(gradients.dtype)
-        rows = product.reshape(len(product), math.prod(product.shape[1:]))
-        self.values[samples] += rows.sum(1, dtype=torch.float64)
+        rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
+        self.values[samples] += kernels.inner_rows(rows, self.direction[name].reshape(-1))
 
 
 class AbsMax(Statistic):

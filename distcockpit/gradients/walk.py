@@ -88,7 +88,10 @@ class _Group:
 
     def feed(self, statistics: Sequence[Statistic]) -> None:
         """Let every statistic see every sample."""
-        left = [statistic for statistic in statistics if not self._along(statistic)]
+        by_elements = [statistic for statistic in statistics if not statistic.goes_along]
+        left = list(statistics)
+        if not by_elements or not self._forms_blocks(by_elements):
+            left = [s for s in statistics if not (s.goes_along and self._along(s))]
         if not left:
             return
         names = list(self._names)
@@ -100,6 +103,16 @@ class _Group:
         for samples, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples))
+
+    def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
+        """Whether the larger part of the individual gradients will be formed for these."""
+        if len(self._uses) != 1:
+            return True
+        (use,), (local,) = self._uses, self._locals
+        factors = {local[n]: f for n, f in use.rule.factors(use).items() if n in local}
+        formed = [n for n in self._names if n not in factors or not _all_prefer(statistics, factors[n])]
+        sizes = {name: self._values[name].numel() for name in self._names}
+        return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
 
     def _along(self, statistic: Statistic) -> bool:
         """Whether the statistic took what it wants from whole uses."""
@@ -117,9 +130,9 @@ class _Group:
 
     def _from_factors(self, name: str, factors: Factors, statistics: Sequence[Statistic]) -> bool:
         """Feed the factors, if no statistic needs the products."""
-        t, o, i = factors.sizes
-        if not all(statistic.prefers_factors(t, o, i) for statistic in statistics):
+        if not _all_prefer(statistics, factors):
             return False
+        t, o, i = factors.sizes
         for samples in self._pieces(0 if t == 1 else t * (o + i)):
             delta, x = factors.of(samples)
             for statistic in statistics:
@@ -158,3 +171,7 @@ class _Group:
 
     def _numbered(self, samples: slice) -> slice:
         return slice(self._start + samples.start, self._start + samples.stop)
+
+
+def _all_prefer(statistics: Sequence[Statistic], factors: Factors) -> bool:
+    return all(statistic.prefers_factors(*factors.sizes) for statistic in statistics)

@@ -162,6 +162,17 @@ def squared_norm(values: Tensor) -> Tensor:
     return _implementation(values).squared_norm(values)
 
 
+def inner_rows(values: Tensor, others: Tensor) -> Tensor:
+    """Inner products of rows, multiplied and added in float64: ``[N]``.
+
+    Args:
+        values: Shape ``[N, D]``.
+        others: Shape ``[N, D]``, or ``[D]`` for all rows alike.
+    """
+    values, others = binnable(values), binnable(others)
+    return _implementation(values).inner_rows(values, others)
+
+
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]^2``, squared and added in float64, to ``sums``.
 

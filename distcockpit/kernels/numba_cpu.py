@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-PER_THREAD = 1 << 16  # elements or pairs below which another thread does not pay
+PER_THREAD = 1 << 20  # elements below which another thread does not pay, while torch's own threads still spin
 CHUNK = 512  # elements that are looked at together
 WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
 
@@ -153,6 +154,20 @@ def _squared_norm(values):
         v = np.float64(values[i])
         total += v * v
     return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def _inner(first, second):
+    total = 0.0
+    for i in range(first.size):
+        total += np.float64(first[i]) * np.float64(second[i])
+    return total
+
+
+@_jit
+def _inner_rows(values, others, sums):
+    for n in range(values.shape[0]):
+        sums[n] = _inner(values[n], others[n % others.shape[0]])
 
 
 @_jit
@@ -404,13 +419,13 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
 
 def add_sums(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]`` to ``sums``, float64."""
-    rows, total = _rows(values.flatten(1)), sums.view(-1).numpy()
+    rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
     _in_parts(lambda part: _add_sums(rows[:, part], total[part]), total.size, len(rows))
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]^2`` to ``sums``, float64."""
-    rows, total = _rows(values.flatten(1)), sums.view(-1).numpy()
+    rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
     _in_parts(lambda part: _add_squares(rows[:, part], total[part]), total.size, len(rows))
 
 
@@ -421,6 +436,18 @@ def squared_norm(values: Tensor) -> Tensor:
     return torch.tensor(total, dtype=torch.float64)
 
 
+def inner_rows(values: Tensor, others: Tensor) -> Tensor:
+    """Inner products of rows, float64 ``[N]``."""
+    rows, sums = _rows(values), np.empty(len(values))
+    second = _rows(others if others.dim() == 2 else others.unsqueeze(0))
+
+    def multiply(part: slice) -> None:
+        _inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
+
+    _in_parts(multiply, len(rows), rows.shape[1])
+    return torch.from_numpy(sums)
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
@@ -429,12 +456,12 @@ def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: int) -> Tens
     return torch.from_numpy(sum(_in_parts(count, n, cost)))
 
 
-def _in_parts(work: Callable[[slice], object], n: int, cost: int) -> list:
+def _in_parts(work: Callable[[slice], Any], n: int, cost: int) -> list[Any]:
+    if n * cost < 2 * PER_THREAD:
+        return [work(slice(0, n))]
     threads = max(1, min(torch.get_num_threads(), n * cost // PER_THREAD, n))
     ends = [n * k // threads for k in range(threads + 1)]
     parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
-    if threads == 1:
-        return [work(parts[0])]
     others = [_pool(os.getpid()).submit(work, part) for part in parts[1:]]
     return [work(parts[0]), *(other.result() for other in others)]
 
@@ -447,6 +474,12 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 def _scale(limits: np.ndarray) -> tuple[np.floating, np.floating]:
     """Where the bins begin and how many there are per unit, for the guess, in the type of the values."""
+    return _scale_of(limits.tobytes(), limits.dtype)
+
+
+@lru_cache(64)
+def _scale_of(limit_bytes: bytes, dtype: np.dtype) -> tuple[np.floating, np.floating]:
+    limits = np.frombuffer(limit_bytes, dtype)
     low, high = limits[1], limits[-2]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         per_width = limits.dtype.type((limits.size - 3) / (np.float64(high) - np.float64(low)))

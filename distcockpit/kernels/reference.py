@@ -14,11 +14,16 @@ def slots(values: Tensor, limits: Tensor) -> Tensor:
     return torch.where(values.isnan(), limits.numel() + 1, number)
 
 
+def _count(numbers: Tensor, counts: Tensor) -> None:
+    """As ``bincount``, which waits for the device."""
+    counts.scatter_add_(0, numbers, torch.ones((), dtype=torch.int64, device=numbers.device).expand_as(numbers))
+
+
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
     """Counts of all elements of ``values``, see the package docstring."""
     counts = torch.zeros(limits.numel() + 2, dtype=torch.int64, device=values.device)
     for part in values.reshape(-1).split(CHUNK):
-        counts += torch.bincount(slots(part, limits), minlength=counts.numel())
+        _count(slots(part, limits), counts)
     return counts
 
 
@@ -35,7 +40,7 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
     size = (limits.numel() + 2) * n_columns
     counts = torch.zeros(size, dtype=torch.int64, device=values.device)
     for part in values.split(max(1, CHUNK // max(1, values.shape[1]))):
-        counts += torch.bincount((slots(part, limits) * n_columns + columns).reshape(-1), minlength=size)
+        _count((slots(part, limits) * n_columns + columns).reshape(-1), counts)
     return counts.view(-1, n_columns)
 
 
@@ -56,6 +61,11 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
+
+
+def inner_rows(values: Tensor, others: Tensor) -> Tensor:
+    """Inner products of rows, float64 ``[N]``."""
+    return torch.linalg.vecdot(values.double(), others.double())
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:

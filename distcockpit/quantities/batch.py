@@ -6,12 +6,14 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.curvature import Curvature
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue
@@ -104,13 +106,6 @@ class ByParameter(dict[str, Tensor]):
         super().__init__({name: part.view(p.shape) for (name, p), part in zip(like.items(), parts, strict=True)})
 
 
-def squared_norm(values: Tensor) -> Tensor:
-    """``|t|^2``, summed in float64."""
-    if values.dtype == torch.float64:
-        return torch.dot(values.reshape(-1), values.reshape(-1))
-    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-
-
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """Of two tensors of one type, in at least float32."""
     kind = torch.promote_types(after.dtype, torch.float32)
@@ -198,6 +193,11 @@ ASKED_FOR = {
 """Which needs (any of them) bring which attribute of a `LocalBatch`."""
 
 
+@cache
+def _not_asked_for(needs: Needs) -> list[str]:
+    return [name for name, any_of in ASKED_FOR.items() if not any(getattr(needs, need) for need in any_of)]
+
+
 @dataclass(frozen=True)
 class LocalBatch:
     """This rank's part of the pooled batch of a tracked step. Everything is scaled to the pooled meaning.
@@ -233,15 +233,12 @@ class LocalBatch:
     update: Update | None
     learning_rates: Sequence[float | Tensor]
     times: Times
-    needs: Needs | None = None  # of the quantity that looks; what it did not ask for is an error to read
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
         need = ASKED_FOR.get(name)
-        if need is not None:
-            needs = object.__getattribute__(self, "needs")
-            if needs is not None and not any(getattr(needs, each) for each in need):
-                raise AttributeError(f"batch.{name} is there only for quantities with Needs({need[0]}=...).")
-        return object.__getattribute__(self, name)
+        if need is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+        raise AttributeError(f"batch.{name} is there only for quantities with Needs({need[0]}=...).")
 
     def for_quantity(self, needs: Needs, **its_own: Any) -> LocalBatch:
         """The same, as a quantity with these needs sees it.
@@ -251,7 +248,9 @@ class LocalBatch:
             its_own: Attributes that differ between quantities.
         """
         seen = copy.copy(self)
-        vars(seen).update(its_own, needs=needs)
+        vars(seen).update(its_own)
+        for name in _not_asked_for(needs):
+            del vars(seen)[name]
         return seen
 
     def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> Fact:
@@ -282,4 +281,4 @@ class LocalBatch:
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """``|t|^2`` by parameter, float64 ``[parameters]``."""
-        return torch.stack([squared_norm(tensors[name]) for name in self.parameters])
+        return torch.stack([kernels.squared_norm(tensors[name]) for name in self.parameters])

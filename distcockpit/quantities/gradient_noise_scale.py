@@ -59,7 +59,7 @@ class GradientNoiseScale(Quantity):
         layer_of = {name: k for k, names in enumerate(batch.model.layers.values()) for name in names}
         index, size = [layer_of[name] for name in batch.parameters], len(batch.model.layers)
         between = batch.vector([0.0])[0]
-        if batch.local_n:
+        if batch.local_n and batch.world_size > 1:
             apart = batch.gradient_sums.flat / batch.local_n - batch.mean_gradient.flat
             between = batch.local_n * torch.dot(apart, apart)
         return {

@@ -50,7 +50,9 @@ class ReplicaDrift(Quantity):
     def finalize(self, totals: Totals, n: int) -> Row:
         """Compare each digest with the most frequent one of its parameter."""
         digests = totals["digests"].T
-        differs = np.array([row != _majority(row) for row in digests], dtype=np.int8).reshape(digests.shape)
+        differs = np.zeros(digests.shape, np.int8)
+        for k in np.flatnonzero((digests != digests[:, :1]).any(1)):
+            differs[k] = digests[k] != _majority(digests[k])
         return {"replica_drift": int(differs.any(1).sum()), "differs": differs}
 
     def notice(self, row: Row, model: Model) -> str | None:

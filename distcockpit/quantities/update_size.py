@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, squared_norm
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
 
@@ -44,7 +45,7 @@ class UpdateSize(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The squared lengths."""
-        return {"squares": torch.stack([squared_norm(t) for t in d.values()])}
+        return {"squares": torch.stack([kernels.squared_norm(t) for t in d.values()])}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The lengths."""
