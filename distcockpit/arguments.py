@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -24,6 +25,8 @@ from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule
 from distcockpit.session import Setup
+
+BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def bare_module(model: nn.Module) -> nn.Module:
@@ -166,6 +169,22 @@ def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: o
         raise TypeError(f"flush_seconds={flush_seconds!r}: must be a number of seconds.")
     if not float(flush_seconds) > 0:
         raise ValueError(f"flush_seconds={flush_seconds!r}: must be positive.")
+
+
+def memory_in_bytes(memory_budget: object) -> int:
+    """The memory budget as a number.
+
+    Raises:
+        TypeError: If it is neither a number nor a text.
+        ValueError: If it is no amount of memory, or not positive.
+    """
+    rule = "must be a positive number of bytes, or a text such as '256MiB' (B, kB, MB, GB, KiB, MiB, GiB)."
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int | str):
+        raise TypeError(f"memory_budget={memory_budget!r}: {rule}")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(memory_budget).lower())
+    if found is None or (found[2] or "b") not in BYTES or not float(found[1]) * BYTES[found[2] or "b"] >= 1:
+        raise ValueError(f"memory_budget={memory_budget!r}: {rule}")
+    return int(float(found[1]) * BYTES[found[2] or "b"])
 
 
 def check_step(call: str, step: object) -> int:

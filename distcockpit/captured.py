@@ -264,7 +264,7 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
                 f"{[f.item() for f in factors]}. The individual loss of a sample is then not defined by the module: "
                 "pass loss_fn=None and call record_losses(losses) with the weighted sum per sample."
             )
-    divisor = float(parts[0].divisor)
+    divisor = parts[0].divisor
     if loss.weight is not None and not parts[0].is_sum:
         raise RuntimeError(
             f"track(weight={loss.weight!r}) was given with loss_fn={name} of reduction 'mean', whose own weight is "

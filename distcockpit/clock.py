@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from distcockpit.quantities.batch import Times
+from distcockpit.reduce import Traffic
 
 UNKNOWN = float("nan")
 
@@ -36,8 +37,13 @@ class Clock:
         """`track` is left."""
         self._left = time.perf_counter()
 
-    def times(self, forward: float) -> Times:
-        """This step, up to now; ``forward`` is the time in the model's forward."""
+    def times(self, forward: float, traffic: Traffic) -> Times:
+        """This step, up to now.
+
+        Args:
+            forward: Time in the model's forward.
+            traffic: What was exchanged since the previous tracked step.
+        """
         now = time.perf_counter()
         return Times(
             elapsed=now - self._born,
@@ -47,4 +53,6 @@ class Clock:
             forward=forward,
             wait=self.wait,
             cockpit=(self._began - self._entered) + (now - self._ended) - self.wait,
+            exchanges=traffic.exchanges,
+            exchanged_bytes=traffic.bytes,
         )

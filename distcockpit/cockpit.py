@@ -25,6 +25,7 @@ from distcockpit.arguments import (
     check_step,
     chosen_quantities,
     description,
+    memory_in_bytes,
     model_facts,
 )
 from distcockpit.batch_axes import BatchAxes
@@ -67,6 +68,8 @@ class DistCockpit:
         fallback: What to do where only a slow route is exact (running a part of the model again, one backward pass per
             sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses, at the
             latest when the first tracked step ends.
+        memory_budget: Most memory for a block of individual gradients and what it is formed from, in bytes or as a text
+            ("64MiB"). A block holds at least one sample, and not more than pays (4 MiB).
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
@@ -96,6 +99,7 @@ class DistCockpit:
         exclude: Sequence[str] | None = None,
         batch_dim: int = 0,
         fallback: str = "warn",
+        memory_budget: int | str = "256MiB",
         track_batchnorm: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_error: str = "warn",
@@ -113,6 +117,7 @@ class DistCockpit:
             check_choice("on_error", on_error, ON_ERROR)
             check_choice("fallback", fallback, FALLBACK)
             check_options(grad_scaler, flush_seconds, track_batchnorm, batch_dim)
+            budget = memory_in_bytes(memory_budget)
             path = local_path(store)
             bare = bare_module(model)
             chosen = chosen_quantities(quantities, schedule, optimizer)
@@ -137,6 +142,7 @@ class DistCockpit:
             track_batchnorm,
             batch_dim,
             fallback == "warn",
+            budget,
             grad_scaler,
             optimizer,
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcockpit.reduce import Pending
 from distcockpit.rng import unchanged
 from distcockpit.trees import tensors
 
@@ -23,8 +24,13 @@ class Decomposition:
 
     total: Tensor  # sum_i individual_i
     individual: Tensor | None  # float64 [B]; None where it is not known which term is of which sample
-    divisor: Tensor | float  # what a mean divides by (samples, terms, class weights); 1 for a sum
+    divides_by: Pending | float  # what a mean divides by (samples, terms, class weights); 1 for a sum
     is_sum: bool
+
+    @property
+    def divisor(self) -> float:
+        """The same as a number; waits until it is known on the host, which it is soon after the forward pass."""
+        return self.divides_by if isinstance(self.divides_by, float) else float(self.divides_by.result()[0])
 
 
 def is_decomposable(loss_fn: nn.Module | None) -> bool:
@@ -65,7 +71,9 @@ def decompose(
     individual = _by_sample(terms, given, batch_size, output, batch_dim)
     if loss_fn.reduction == "sum":
         return Decomposition(total, individual, 1.0, is_sum=True)
-    return Decomposition(total, individual, _mean_divisor(loss_fn, terms, args, kwargs), is_sum=False)
+    divisor = _mean_divisor(loss_fn, terms, args, kwargs)
+    on_its_way = Pending(divisor.double().reshape(1)) if isinstance(divisor, Tensor) else divisor
+    return Decomposition(total, individual, on_its_way, is_sum=False)
 
 
 def _by_sample(terms: Tensor, given: Tensor, batch_size: int, output: object, batch_dim: int) -> Tensor | None:

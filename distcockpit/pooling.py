@@ -189,8 +189,9 @@ def _look(
         if not (active.subtracts_squares or setup.batch_statistics_are_constants):
             known = told_by_autograd(captured, arrivals, pool)
     adding = GradientSum(parameters) if SUMS in exchanges.kinds and known is None else None
+    blocks = setup.block_elements
     if known is None:
-        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])])
+        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])], blocks)
         statistics = []
     if adding is not None:
         known = adding.flat
@@ -200,7 +201,7 @@ def _look(
     pooled = exchanges.pool(vectors)
     mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
-    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])])
+    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
     if update is not None and slopes is not None:
@@ -237,7 +238,7 @@ def _look(
         eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
         update=None,
         learning_rates=setup.learning_rates(),
-        times=session.clock.times(forward_seconds),
+        times=session.clock.times(forward_seconds, setup.world.traffic()),
     )
     return {
         q.name: batch.for_quantity(

@@ -65,6 +65,20 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
 
+@dataclass
+class Traffic:
+    """What a rank handed to collectives."""
+
+    exchanges: int = 0
+    bytes: int = 0
+
+    def count(self, buffer: Tensor) -> Tensor:
+        """The buffer is about to be exchanged."""
+        self.exchanges += 1
+        self.bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names and shapes of the parts of a packed buffer."""
@@ -103,6 +117,7 @@ class World:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = 0, 1
+        self._traffic = Traffic()
         self._header: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized()):
@@ -137,7 +152,7 @@ class World:
         if self._header is None:
             return [dict(record)]
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self._header)
+        dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
         records = [dict(zip(HEADER, row.tolist(), strict=True)) for row in gathered]
         self._check(records)
         return records
@@ -166,19 +181,24 @@ class World:
         """Add the buffers of all ranks, in place, without waiting."""
         if self._sums is None:
             return Pending(buffer)
-        return Pending(buffer, dist.all_reduce(buffer, group=self._sums, async_op=True))
+        return Pending(buffer, dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True))
 
     def pool(self, buffer: Tensor) -> Tensor:
         """Add the buffers of all ranks, in place, for use on the device right after."""
         if self._sums is not None:
-            dist.all_reduce(buffer, group=self._sums, async_op=True).wait()
+            dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
         return buffer
 
     def tell(self, buffer: Tensor) -> Tensor:
         """Overwrite the buffers of all ranks with that of rank 0."""
         if self._sums is not None:
-            dist.broadcast(buffer, group=self._sums, group_src=0)
+            dist.broadcast(self._traffic.count(buffer), group=self._sums, group_src=0)
         return buffer
+
+    def traffic(self) -> Traffic:
+        """What this rank exchanged since it was last asked."""
+        counted, self._traffic = self._traffic, Traffic()
+        return counted
 
     def close(self) -> None:
         """Give the process groups back. Every rank must have waited for its sums."""

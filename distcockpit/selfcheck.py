@@ -178,6 +178,7 @@ def examine(
     scopes: Mapping[str, Sequence[str]],
     unchecked: Iterable[str],
     whole: float,
+    block_elements: int,
 ) -> Examination:
     """Whether individual gradients can be told apart, and add up to the gradients that autograd gave the parameters.
 
@@ -188,6 +189,7 @@ def examine(
         scopes: The modules whose calls serve each parameter.
         unchecked: The parameters to examine.
         whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
+        block_elements: As for `walk`.
 
     Raises:
         OutOfMemoryError: If there is no memory to run a module again.
@@ -209,7 +211,7 @@ def examine(
     mine = {name: values[name] for name in rest}
     sums, norms = GradientSum(mine), SquaredNorms(mine)
     try:
-        walk(batches, values, rest, [sums, norms])
+        walk(batches, values, rest, [sums, norms], block_elements)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # a module that cannot be run again; which?
@@ -217,7 +219,7 @@ def examine(
             sums.sums[name].zero_()
             norms.values[name].zero_()
             try:
-                walk(batches, values, [name], [sums, norms])
+                walk(batches, values, [name], [sums, norms], block_elements)
             except torch.OutOfMemoryError:
                 raise
             except Exception as problem:

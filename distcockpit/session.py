@@ -21,6 +21,7 @@ from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.curvature import Diagonals
 from distcockpit.gradients.uses import Layer
+from distcockpit.gradients.walk import BLOCK_ELEMENTS
 from distcockpit.layers import Modules, batchnorms, training
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -52,6 +53,7 @@ class Setup:
     track_batchnorm: bool
     batch_dim: int
     slow_routes: bool  # whether parameters may take one
+    memory_budget: int  # bytes of a block of individual gradients
     grad_scaler: torch.amp.GradScaler | None
     optimizer: torch.optim.Optimizer | None
     trainable: frozenset[str]  # names of all trainable parameters
@@ -71,6 +73,12 @@ class Setup:
     def batchnorms(self) -> Modules:
         """The batch norms of the model."""
         return batchnorms(self.bare)
+
+    @cached_property
+    def block_elements(self) -> int:
+        """How many elements a block may have: more than fit a cache do not pay."""
+        size = max(p.element_size() for p in self.tracked.values())
+        return min(BLOCK_ELEMENTS, self.memory_budget // size)
 
     @property
     def batch_statistics_are_constants(self) -> bool:

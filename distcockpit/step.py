@@ -89,7 +89,10 @@ class TrackedStep:
         session.check_trainable(self._step)
         check_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if start is not None and any(q.starts(self._step - 1) for q in self._active.with_need("update")):
-            self._start_stamp, self._update = start.stamp, start.project(setup.tracked, setup.loss_scale())
+            self._start_stamp, self._update = (
+                start.stamp,
+                start.project(setup.tracked, setup.loss_scale(), setup.block_elements),
+            )
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
         if self._starting.wants("update") or (self._starting.wants("displacement") and setup.world.rank == 0):
             self._values = {name: p.detach().clone() for name, p in setup.every.items()}
@@ -180,14 +183,14 @@ class TrackedStep:
         live = seen
         if constant:
             captured, seen = self._again(captured, constant)
-        as_it_was, cover = captured, session.cover
+        as_it_was, cover, blocks = captured, session.cover, setup.block_elements
         if session.check.is_thorough:
             session.check.whole = norm_of(live)
         while names := session.check.due(captured):
             try:
                 if constant and session.check.is_thorough:
                     check_outputs_tell_all(captured, self._again(captured, False)[1], live, setup.bare)
-                found = examine(captured, seen, setup.bare, session.cover.scopes, names, session.check.whole)
+                found = examine(captured, seen, setup.bare, session.cover.scopes, names, session.check.whole, blocks)
                 unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
                 if not unserved:
                     session.check.passed(found, captured, self._step)

@@ -40,19 +40,20 @@ class Start:
             self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
         return self._displacement
 
-    def project(self, parameters: Mapping[str, Tensor], scale: float | None) -> Update:
+    def project(self, parameters: Mapping[str, Tensor], scale: float | None, block_elements: int) -> Update:
         """The update, and the slopes of the start's samples along it.
 
         Args:
             parameters: The tracked parameters as they are now.
             scale: Of the gradient scaler now.
+            block_elements: As for `walk`.
         """
         direction = self.displacement(parameters)
         norm = torch.stack([kernels.squared_norm(d) for d in direction.values()]).sum().sqrt()
         changed = self.inputs_changed
         slopes = Projection(direction, len(self.losses))
         if not changed:
-            walk(self.batches, self.values, list(parameters), [slopes])
+            walk(self.batches, self.values, list(parameters), [slopes], block_elements)
         return Update(
             norm=norm,
             direction=direction,

@@ -206,6 +206,20 @@ CASES: dict[str, Case] = {
         lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2)),
         group="Convolutions, bilinear",
     ),
+    "convolutions, dilated, padded in every way": images(
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Conv2d(6, 4, (2, 3), padding="same", dilation=(1, 2), padding_mode="circular", groups=2),
+            nn.Flatten(2),
+            nn.Conv1d(4, 4, 4, dilation=2, padding="same", bias=False),
+            nn.Sigmoid(),
+            nn.Unflatten(2, (2, 2, -1)),
+            nn.Conv3d(4, 4, (1, 2, 2), stride=(1, 2, 1), padding=(1, 0, 0)),
+            nn.Flatten(3),
+        ),
+        group="Convolutions, bilinear",
+    ),
     "Bilinear": Case(lambda: Net(Bilinear(), FLAT), group="Convolutions, bilinear"),
     "a module called several times": Case(
         lambda: Net(Twice(), FLAT), slow=("body.layer.bias", "body.layer.weight"), group="Sharing"

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,7 +79,11 @@ class Quantity(ABC):
 
     def touches(self, step: int) -> bool:
         """Whether ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
-        return self.starts(step) or (self.needs.update and step > 0 and self.starts(step - 1))
+        return self.starts(step) or (self._ends_updates and step > 0 and self.starts(step - 1))
+
+    @cached_property
+    def _ends_updates(self) -> bool:
+        return self.needs.update  # asked for at every step of the run, tracked or not
 
     @abstractmethod
     def group(self, model: Model) -> Group:

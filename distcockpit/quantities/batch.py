@@ -152,7 +152,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Times:
-    """Where this rank's time went, in seconds; NaN where it is not known."""
+    """Where this rank's time went, in seconds; NaN where it is not known; and what it exchanged."""
 
     elapsed: float  # since the construction of the cockpit
     step: float  # from the end of the previous backward pass to the end of this one
@@ -161,6 +161,8 @@ class Times:
     forward: float  # of it, in the forward of the model
     wait: float  # in the exchanges before the sums, for the other ranks
     cockpit: float  # in the cockpit's own work for this step up to the sums, the wait left out
+    exchanges: int  # collectives since the previous tracked step came this far
+    exchanged_bytes: int  # what this rank handed to them
 
 
 Observed = Sequence[Sequence[tuple[str, Tensor]]]

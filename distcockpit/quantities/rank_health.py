@@ -135,4 +135,4 @@ def _first(extremes: Iterable[tuple[str, Tensor]], paths: list[str], batch: Loca
         return batch.vector([0.0])[0]
     values = batch.vector([code for code, _ in known])
     raised = (~torch.stack([pair.double() for _, pair in known]).isfinite().all(1)).double()
-    return values[raised.argmax()] * raised.max()
+    return values.gather(0, raised.argmax().reshape(1))[0] * raised.max()

@@ -12,18 +12,29 @@ from distcockpit.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Time(Quantity):
-    """Seconds since the cockpit was constructed, at the end of the tracked step's backward pass; clock of rank 0."""
+    """When the tracked step's backward pass ended, and what the cockpit exchanged for the step; of rank 0.
+
+    ``exchanges`` counts collectives, ``exchanged_bytes`` what rank 0 handed to them, since the tracked step before came
+    this far: its sums, and this step's header and vectors.
+    """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
 
     def group(self, model: Model) -> Group:
-        """One number per step."""
-        return Group({"time": Field((), "time since the start", "s")})
+        """Three numbers per step."""
+        fields = {
+            "time": Field((), "time since the start", "s"),
+            "exchanges": Field((), "collectives per tracked step", dtype="int64"),
+            "exchanged_bytes": Field((), "data handed to collectives per tracked step", "B", dtype="int64"),
+        }
+        return Group(fields)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Rank 0's clock."""
-        return {"time": batch.once(batch.times.elapsed)}
+        """Rank 0's clock and counters."""
+        times = batch.times
+        return {"time": batch.once(batch.vector([times.elapsed, times.exchanges, times.exchanged_bytes]))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""
-        return {"time": totals["time"]}
+        time, exchanges, exchanged_bytes = totals["time"]
+        return {"time": time, "exchanges": int(exchanges), "exchanged_bytes": int(exchanged_bytes)}
