@@ -55,11 +55,6 @@ class Active:
         """
         return self.wants("squared_norms", "squared_gradients")
 
-    @cached_property
-    def runs_again(self) -> bool:
-        """Whether any of them runs the step again."""
-        return self.wants("curvature", "trace", "eigenvalue")
-
 
 class Actives:
     """The selections of quantities that a run meets: few, so each is kept.

@@ -40,8 +40,11 @@ class Arrivals:
         if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
             return True
         device = next(iter(self._parameters.values())).device.type
-        convolutions = device == "cuda" and torch.backends.cudnn.allow_tf32
-        return torch.get_float32_matmul_precision() != "highest" or convolutions
+        try:
+            convolutions = device == "cuda" and torch.backends.cudnn.allow_tf32
+            return torch.get_float32_matmul_precision() != "highest" or convolutions
+        except RuntimeError:  # set for each backend by itself, which these do not tell
+            return True
 
     def watch(self) -> list[Any]:
         """Put hooks on the parameters, which see a gradient before the user's own hooks change it.

@@ -80,9 +80,9 @@ class Exchanges:
         """
         if not self._to_pool:
             return {}
-        parts = [part for kind in self.kinds for part in vectors[kind]]
+        parts = [part.double().reshape(-1) for kind in self.kinds for part in vectors[kind]]
         alone = self._setup.world.size == 1 and len(parts) == 1  # nothing will be added to it in place
-        total = self._pool(parts[0] if alone else torch.cat([part.double().reshape(-1) for part in parts]))
+        total = self._pool(parts[0] if alone else torch.cat(parts))
         return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
 
     def _pool(self, buffer: Tensor) -> Tensor:

@@ -87,8 +87,7 @@ class Recorder:
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest row of each quantity."""
         return {
-            name: {key: np.copy(value)[()] if isinstance(value, np.ndarray) else value for key, value in row.items()}
-            for name, row in list(self._latest.items())
+            name: {key: np.copy(value)[()] for key, value in row.items()} for name, row in list(self._latest.items())
         }
 
     def record(self, result: Result) -> None:

@@ -69,6 +69,11 @@ class Setup:
         """All parameters, by name."""
         return dict(self.bare.named_parameters())
 
+    def forget_parameters(self) -> None:
+        """The model holds others now."""
+        for name in ("every", "tracked"):
+            vars(self).pop(name, None)
+
     @cached_property
     def batchnorms(self) -> Modules:
         """The batch norms of the model."""
@@ -177,9 +182,13 @@ class Session:
         Raises:
             RuntimeError: If not.
         """
-        # The walk over the modules, which finds new ones, only where all is checked.
-        every = self.setup.bare.named_parameters() if self.check.is_thorough else self.setup.every.items()
-        trainable = {name for name, p in every if p.requires_grad}
+        every, known = dict(self.setup.bare.named_parameters()), self.setup.every
+        if any(
+            p is not known.get(name) for name, p in every.items()
+        ):  # other objects, from load_state_dict(assign=True)
+            self.setup.forget_parameters()
+            self.check.tracked = dict(self.setup.tracked)
+        trainable = {name for name, p in every.items() if p.requires_grad}
         changed = trainable ^ self.setup.trainable
         if changed:
             raise RuntimeError(

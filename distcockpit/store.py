@@ -73,7 +73,7 @@ class Column:
             ValueError: If it does not fit.
         """
         if not self._row_shape and isinstance(value, float | int | np.generic):
-            return value
+            return self._tail.dtype.type(value)
         array = np.asarray(value, self._tail.dtype)
         return array if array.shape == self._row_shape else np.broadcast_to(array, self._row_shape)
 

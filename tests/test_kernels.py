@@ -100,3 +100,86 @@ def test_low_precision_is_binned_exactly(dtype: torch.dtype) -> None:
     edges = kernels.bin_edges(-1, 1, 10)
     inside = values.double().numpy()
     np.testing.assert_array_equal(kernels.count_block(values, edges)[2:-3], np.histogram(inside, bins=edges)[0])
+
+
+def spread(generator: torch.Generator, shape: tuple[int, int], kind: str, exponent: float, dtype: torch.dtype):
+    values = torch.randn(shape, generator=generator, dtype=dtype)
+    if kind in ("positive", "sparse"):
+        values = values.relu() if kind == "sparse" else values.abs()
+    if kind == "few":
+        values = values.round()
+    if kind == "wide":  # from subnormal to large
+        values = values.sign() * 10.0 ** (values * 12)
+    if kind == "bad":
+        values.view(-1)[torch.randperm(values.numel(), generator=generator)[:3]] = torch.tensor(
+            [torch.nan, torch.inf, -torch.inf], dtype=dtype
+        )
+    return values * 10**exponent
+
+
+KINDS = st.sampled_from(["mixed", "positive", "sparse", "few", "wide", "bad"])
+
+
+@given(
+    st.integers(0, 10**6),
+    st.tuples(KINDS, KINDS),
+    st.floats(-44, 3),
+    st.sampled_from([*RANGES, (-2.0, 1.0), (1.0, 3.0), (-1e-44, 1e-44), (-1e-3, 2.0)]),
+    st.sampled_from([1, 2, 7, 100, 101]),
+    st.tuples(st.integers(1, 12), st.integers(1, 40)),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=400, deadline=None)
+def test_products_are_counted_as_if_formed(seed, kinds, exponent, range, bins, sizes, dtype) -> None:
+    """Next to zero, sorted, gone through one by one: whichever way a pair is counted, and whichever side is longer."""
+    generator = torch.Generator().manual_seed(seed)
+    delta = spread(generator, (6, sizes[0]), kinds[0], exponent, dtype)
+    x = spread(generator, (6, sizes[1]), kinds[1], 0.0, dtype)
+    limits = kernels.thresholds(kernels.bin_edges(*range, bins), dtype)
+    for d, y in ((delta, x), (x, delta)):
+        columns = torch.randint(4, (d.shape[1], y.shape[1]), generator=generator).int()
+        expected = reference.count_outer(d, y, limits)
+        assert expected.sum() == 6 * d.shape[1] * y.shape[1]
+        np.testing.assert_array_equal(numba_cpu.count_outer(d, y, limits), expected)
+        expected = reference.count_outer_2d(d, y, limits, columns, 4)
+        np.testing.assert_array_equal(numba_cpu.count_outer_2d(d, y, limits, columns, 4), expected)
+
+
+@pytest.mark.parametrize("n", [1, 3, 700])
+def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take parts of the samples, and the counts are the same."""
+    delta, x = factors(n, torch.float32)
+    delta, x = delta[:5].repeat(n, 1) * 0.3, x[:5].repeat(n, 1)
+    limits = kernels.thresholds(kernels.bin_edges(-2, 2, 50), torch.float32)
+    columns = torch.arange(63, dtype=torch.int32).reshape(7, 9) % 5
+    monkeypatch.setattr(numba_cpu, "PER_THREAD", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    products = (delta.unsqueeze(2) * x.unsqueeze(1)).flatten(1)
+    np.testing.assert_array_equal(numba_cpu.count_outer(delta, x, limits), reference.count_outer(delta, x, limits))
+    np.testing.assert_array_equal(numba_cpu.count_block(products, limits), reference.count_block(products, limits))
+    for kernel_2d in ("count_outer_2d", "count_block_2d"):
+        values = (delta, x, limits, columns) if "outer" in kernel_2d else (products, limits, columns.flatten())
+        found, expected = (getattr(kernel, kernel_2d)(*values, 5) for kernel in (numba_cpu, reference))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (300, 40)])
+def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator, dtype=dtype) * 1e3 + 1
+    before, exact = values.clone(), values.double()
+    other = torch.randn(shape, generator=generator, dtype=dtype)
+    for kernel in IMPLEMENTATIONS:
+        sums, squares = torch.ones(2, shape[1], dtype=torch.float64)
+        kernel.add_sums(sums, values)
+        kernel.add_squares(squares, values)
+        torch.testing.assert_close(sums, 1 + exact.sum(0), rtol=1e-12, atol=1e-9)
+        torch.testing.assert_close(squares, 1 + exact.square().sum(0), rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(kernel.squared_norm(values), exact.square().sum(), rtol=1e-12, atol=0.0)
+        expected = (exact * other.double()).sum(1)
+        torch.testing.assert_close(kernel.inner_rows(values, other), expected, rtol=1e-11, atol=1e-8)
+        if len(values):
+            expected = exact @ other[0].double()
+            torch.testing.assert_close(kernel.inner_rows(values, other[0]), expected, rtol=1e-11, atol=1e-8)
+    assert torch.equal(values, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,9 +50,11 @@ class ConvolutionRule:
 
         return block
 
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
+    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<delta_i, conv(x_i; V, v)>``."""
         module, delta, x = _module(use), use.delta, _padded(use)
+        if delta.is_cuda and torch.backends.cudnn.allow_tf32:
+            return None  # blocks are in full precision
         v = {name: tensor.to(delta.dtype) for name, tensor in direction.items()}
         if "weight" not in v:
             return delta.flatten(2).sum(2, dtype=torch.float64) @ v["bias"].double()
@@ -73,11 +75,17 @@ def _module(use: Use) -> Any:
 def _padded(use: Use) -> Tensor:
     """The input with its padding written out."""
     module, x = _module(use), use.input.to(use.delta.dtype)
-    if not any(module._reversed_padding_repeated_twice):
-        return x
-    if module.padding_mode == "zeros":
-        return functional.pad(x, module._reversed_padding_repeated_twice)
-    return functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    if module.padding_mode != "zeros":
+        return functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    # As the forward pass reads it, not as it was constructed: those who adapt models change padding and dilation.
+    sides: list[int] = []
+    for k, dilation in reversed(list(enumerate(module.dilation))):
+        if module.padding == "same":
+            total = dilation * (module.kernel_size[k] - 1)
+            sides += [total // 2, total - total // 2]
+        else:
+            sides += [0, 0] if module.padding == "valid" else [module.padding[k]] * 2
+    return functional.pad(x, sides) if any(sides) else x
 
 
 def _windows(x: Tensor, module: Any) -> Tensor:
@@ -91,7 +99,7 @@ def _windows(x: Tensor, module: Any) -> Tensor:
     )
 
 
-@cache
+@lru_cache(256)
 def _view(
     shape: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

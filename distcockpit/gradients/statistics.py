@@ -129,7 +129,7 @@ class SquaredNorms(Statistic):
         """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, because its terms may cancel."""
         delta, x = delta.double(), x.double()
         products = torch.bmm(delta, delta.transpose(1, 2)).mul_(torch.bmm(x, x.transpose(1, 2)))
-        self.values[name] += products.sum()
+        self.values[name] += products.sum((1, 2)).clamp_(min=0).sum()
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""
@@ -180,6 +180,8 @@ class AbsMax(Statistic):
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``max_i max|delta_i| max|x_i|``: rounding is monotone, so this is the largest rounded product."""
+        if not delta.numel() or not x.numel():
+            return
         largest = _finite_abs(delta).amax(1) * _finite_abs(x.to(delta.dtype)).amax(1)
         self._add(largest)
 
@@ -188,6 +190,8 @@ class AbsMax(Statistic):
         self._add(gradients.abs())
 
     def _add(self, magnitudes: Tensor) -> None:
+        if not magnitudes.numel():
+            return
         largest = _finite_abs(magnitudes).amax().double()
         self.value = torch.maximum(largest, torch.as_tensor(self.value, dtype=torch.float64, device=largest.device))
 
@@ -234,5 +238,5 @@ class Histogram2d(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """Bin the elements of the block."""
         self.counts[name] = self.counts[name] + kernels.count_block_2d(
-            gradients.flatten(1), self.gradient_edges, self.columns[name].flatten(), self.n_columns
+            gradients.reshape(len(gradients), -1), self.gradient_edges, self.columns[name].flatten(), self.n_columns
         )

@@ -37,12 +37,15 @@ def walk(
         statistics: Accumulators; all of them see the same blocks while these are in cache.
         block_elements: Elements of a block, and of what is needed to form it; at least one sample.
     """
+    if not statistics or not tracked:
+        return
     start = 0
-    for batch in batches:
-        if batch.batch_size and statistics:
-            for uses, names in _grouped(batch, tracked).items():
-                _Group(uses, names, batch.batch_size, start, values, block_elements).feed(statistics)
-        start += batch.batch_size
+    with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under one
+        for batch in batches:
+            if batch.batch_size:
+                for uses, names in _grouped(batch, tracked).items():
+                    _Group(uses, names, batch.batch_size, start, values, block_elements).feed(statistics)
+            start += batch.batch_size
 
 
 class _UseTuple(tuple[Use, ...]):

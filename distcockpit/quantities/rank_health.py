@@ -124,6 +124,7 @@ def _count_nonfinite(values: Tensor) -> Tensor:
 
 def _extremes(values: Tensor) -> Tensor:
     """The smallest and the largest value, ``[2]``, in one pass without copies: NaN and infinities show in them."""
+    values = torch.view_as_real(values) if values.is_complex() else values
     return torch.stack(values.aminmax()) if values.numel() else values.new_zeros(2)
 
 

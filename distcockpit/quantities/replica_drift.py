@@ -83,7 +83,7 @@ def digest(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     bits = real.contiguous().view(-1).view(INTEGERS[real.element_size()])
     odd = _odd(tensor.device)
-    blocks = [torch.dot(block.to(torch.int64), odd[: block.numel()]) for block in bits.split(BLOCK)]
+    blocks = [(block.to(torch.int64) * odd[: block.numel()]).sum() for block in bits.split(BLOCK)]
     sums = torch.stack(blocks) if blocks else odd[:0]
     total = (sums * (_mix(torch.arange(len(sums), device=tensor.device)) | 1)).sum()
     return ((_mix(total) >> (64 - BITS)) & ((1 << BITS) - 1)).double()
