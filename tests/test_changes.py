@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
+from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 
 Change = Callable[[int, nn.Module], None]
 
@@ -206,3 +208,33 @@ class Curved(q.Quantity):
 def test_one_parameter_is_flat_too(tmp_path: Path) -> None:
     run, _ = go(tmp_path / "r", nn.Sequential(nn.Linear(5, 2, bias=False)), ((4, 5), (4, 2)), [Curved()], 1)
     assert run["curved"]["axes"][0] == 1
+
+
+def test_short_sequences_of_wide_layers_are_not_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two T x T matrices are cheaper than one of the parameter's shape, norms come from them."""
+    used = set()
+    for kind in (GradientSum, SquaredNorms):
+
+        def sequence(self: Any, *args: Any, kind: Any = kind, original: Any = kind.sequence) -> None:
+            used.add(kind)
+            original(self, *args)
+
+        monkeypatch.setattr(kind, "sequence", sequence)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Flatten(), nn.Linear(80, 3))
+    loss_fn, x, y = nn.CrossEntropyLoss(), torch.randn(6, 2, 40), torch.arange(6) % 3
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    chosen = [q.NormTest(), q.OrthoTest(), q.GradNorm()]
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(3):  # the last one checks nothing
+            used.clear()
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+    assert used == {GradientSum, SquaredNorms}
+    terms = nn.CrossEntropyLoss(reduction="sum")
+    batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
+    run = open_run(tmp_path / "r")
+    for name in ("norm_test", "ortho_test"):
+        np.testing.assert_allclose(run[name][name][2], getattr(oracle, name)(batch), rtol=1e-5)
+    norms = [np.linalg.norm(g.mean(0)) for g in batch.gradients.values()]
+    np.testing.assert_allclose(run["grad_norm"]["grad_norm"][2], norms, rtol=1e-5)

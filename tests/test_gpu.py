@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_cheap import data, network, without_waiting
 from test_table import check
+from torch import nn
 from train import Spec, train
 
-from distcockpit import open_run
+from distcockpit import DistCockpit, every, open_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -23,3 +25,22 @@ def test_table_on_a_gpu(tmp_path: Path, model: str) -> None:
     curvature = model in ("mlp", "cnn", "sigmoid")
     states = train(0, 1, None, spec, curvature)
     check(spec, states, open_run(spec.store), curvature)
+
+
+def test_no_synchronisation_inside_track(tmp_path: Path) -> None:
+    net, loss_fn = network().cuda(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    chosen = without_waiting()
+    with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "r", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(7):
+            x, y = (t.cuda() for t in data(step))
+            checks_everything = (step + 1) & step == 0
+            torch.cuda.set_sync_debug_mode("default" if checks_everything else "error")
+            try:
+                with cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+    assert open_run(tmp_path / "r")["grad_norm"].sizes["step"] == 7
