@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
+from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 
 Change = Callable[[int, nn.Module], None]
@@ -238,3 +239,43 @@ def test_short_sequences_of_wide_layers_are_not_formed(tmp_path: Path, monkeypat
         np.testing.assert_allclose(run[name][name][2], getattr(oracle, name)(batch), rtol=1e-5)
     norms = [np.linalg.norm(g.mean(0)) for g in batch.gradients.values()]
     np.testing.assert_allclose(run["grad_norm"]["grad_norm"][2], norms, rtol=1e-5)
+
+
+class Words(nn.Module):
+    """An embedding, with a padding index or without."""
+
+    def __init__(self, rows: int, padding: int | None) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(rows, 4, padding_idx=padding), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.embed(x)).flatten(1))
+
+
+@pytest.mark.parametrize("rows", [3, 50])  # fewer than a sample has words, and more
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("range", [(-0.5, 0.5), (0.01, 1.0)])
+def test_embeddings_are_not_formed(tmp_path: Path, rows: int, padding: int | None, range: tuple) -> None:
+    torch.manual_seed(0)
+    net, loss_fn = Words(rows, padding), nn.CrossEntropyLoss()
+    x, y = torch.randint(rows, (6, 5)), torch.arange(6) % 3
+    x[:, 1] = x[:, 0]  # a word that comes twice
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    adapted = q.GradHist1d(name="adapted", adapt=q.GradAbsMax(), bins=10)
+    chosen = [q.NormTest(), q.MeanGSNR(), q.GradHist1d(range=range, bins=20), adapted]
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in (0, 1, 2):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(EmbeddingRule, "blocks", None)  # no block of it may be asked for
+                with cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()
+    terms = nn.CrossEntropyLoss(reduction="sum")
+    batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
+    run = open_run(tmp_path / "r")
+    for name in ("norm_test", "mean_gsnr"):
+        np.testing.assert_allclose(run[name][name][-1], getattr(oracle, name)(batch), rtol=1e-4)
+    counts = oracle.grad_hist_1d(batch, oracle.edges(*range, 20))
+    np.testing.assert_array_equal(run["grad_hist_1d"]["counts"][-1], counts)
+    largest = max(np.abs(g).max() for g in batch.gradients.values())
+    np.testing.assert_allclose(run["adapted"]["edges"][-1, -1], largest, rtol=1e-5)
+    assert run["adapted"]["counts"][-1].sum() == counts.sum()

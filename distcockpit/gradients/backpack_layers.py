@@ -62,6 +62,10 @@ class BackpackRule:
 
         return block
 
+    def rows(self, use: Use, samples: slice) -> None:
+        """Not of few rows."""
+        return None
+
     def elements_per_sample(self, use: Use) -> int:
         """Room for the input and the output gradient, which BackPACK repeats."""
         return use.delta[0].numel() + use.input[0].numel() if len(use.delta) else 0

@@ -62,6 +62,10 @@ class ConvolutionRule:
         output = CONVOLVE[delta.dim() - 2](x, v["weight"], v.get("bias"), *options)
         return kernels.inner_rows(output.flatten(1), delta.flatten(1))
 
+    def rows(self, use: Use, samples: slice) -> None:
+        """Not of few rows."""
+        return None
+
     def elements_per_sample(self, use: Use) -> int:
         """The inputs that each place of the output sees."""
         module = _module(use)

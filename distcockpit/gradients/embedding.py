@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from distcockpit import kernels
-from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.factors import Factors, Rows
 from distcockpit.gradients.uses import Blocks, Use
 
 
@@ -22,31 +23,38 @@ class EmbeddingRule:
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """``g_i[v] = sum_t [x_it = v] delta_it``."""
-        (weight,) = (values[use.layer.parameters[name]] for name in names)
-        n_rows, width = weight.shape
-        delta = use.delta.reshape(len(use.delta), -1, width)
-        index = use.input.reshape(len(delta), delta.shape[1], 1).long()
-        padding = getattr(use.layer.module, "padding_idx", None)
-        if padding is not None:
-            delta = delta.masked_fill(index == padding, 0)
+        (name,) = names
+        index, delta = _occurrences(use)
+        n_rows = len(values[use.layer.parameters[name]])
 
         def block(samples: slice) -> dict[str, Tensor]:
-            d, i = delta[samples], index[samples]
-            return {name: d.new_zeros(len(d), n_rows, width).scatter_add_(1, i.expand_as(d), d) for name in names}
+            d, i = delta[samples], index[samples].unsqueeze(2)
+            return {name: d.new_zeros(len(d), n_rows, d.shape[2]).scatter_add_(1, i.expand_as(d), d)}
 
         return block
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
         """``sum_t <delta_it, V[x_it]>``."""
         (v,) = direction.values()
-        delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
-        index = use.input.reshape(delta.shape[:2]).long()
-        rows = v.to(delta.dtype)[index]
-        padding = getattr(use.layer.module, "padding_idx", None)
-        if padding is not None:
-            rows = rows.masked_fill((index == padding).unsqueeze(2), 0)
-        return kernels.inner_rows(rows.flatten(1), delta.flatten(1))
+        index, delta = _occurrences(use)
+        return kernels.inner_rows(v.to(delta.dtype)[index].flatten(1), delta.flatten(1))
+
+    def rows(self, use: Use, samples: slice) -> Rows:
+        """The rows that are not zero; found without waiting for the device."""
+        index, delta = (t[samples] for t in _occurrences(use))
+        ordered = index.sort(1).values
+        first = torch.searchsorted(ordered, index.contiguous())  # where each token comes first
+        values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
+        return Rows(ordered, values, use.layer.module.num_embeddings)  # type: ignore[arg-type]
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""
         return 0
+
+
+def _occurrences(use: Use) -> tuple[Tensor, Tensor]:
+    """Which row each position of a sample takes, ``[B, T]``, and its output gradient, ``[B, T, E]``."""
+    delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
+    index = use.input.reshape(delta.shape[:2]).long()
+    padding = getattr(use.layer.module, "padding_idx", None)
+    return index, delta if padding is None else delta.masked_fill((index == padding).unsqueeze(2), 0)

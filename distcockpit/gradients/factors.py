@@ -1,4 +1,4 @@
-"""Individual gradients that are sums of outer products, and what follows from the factors alone."""
+"""Individual gradients that need not be formed: sums of outer products, and those with few rows."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ class Factors:
         """Individual gradients of some samples, ``[n, O, I]``."""
         delta, x = self.of(samples)
         return torch.bmm(delta.transpose(1, 2), x)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Individual gradients that are zero but for T rows of a parameter ``[V, E]`` at most: those of an embedding.
+
+    Args:
+        index: Which rows of the parameter, ``[n, T]``. Where one comes several times, all but one are rows of zeros.
+        values: These rows, ``[n, T, E]``.
+        n_rows: V.
+    """
+
+    index: Tensor
+    values: Tensor
+    n_rows: int
+
+    @property
+    def surplus(self) -> int:
+        """How many zeros are not among the values; negative where there are more rows than the parameter has."""
+        n, t, width = self.values.shape
+        return n * (self.n_rows - t) * width

@@ -75,6 +75,10 @@ class GenericRule:
 
         return block
 
+    def rows(self, use: Use, samples: slice) -> None:
+        """Not of few rows."""
+        return None
+
     def elements_per_sample(self, use: Use) -> int:
         """The masked output gradients: as large as the whole output, for each sample."""
         return sum(delta.numel() for delta in use.output_gradients.values())

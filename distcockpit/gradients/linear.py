@@ -62,6 +62,10 @@ class LinearRule:
             output = torch.addmm(v["bias"], x, weight) if "bias" in v else x @ weight
         return kernels.inner_rows(output.reshape(len(delta), -1), delta.flatten(1))
 
+    def rows(self, use: Use, samples: slice) -> None:
+        """Not of few rows."""
+        return None
+
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""
         return 0

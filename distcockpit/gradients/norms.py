@@ -59,6 +59,10 @@ class NormRule:
         """Blocks are small."""
         return None
 
+    def rows(self, use: Use, samples: slice) -> None:
+        """Not of few rows."""
+        return None
+
     def elements_per_sample(self, use: Use) -> int:
         """The normalised input, and its product with the output gradient."""
         return 2 * use.delta[:1].numel()

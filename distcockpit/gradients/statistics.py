@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distcockpit import kernels
+from distcockpit.gradients.factors import Rows
 from distcockpit.gradients.uses import Use
 
 
@@ -37,6 +38,15 @@ class Statistic(ABC):
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Add samples whose individual gradients are ``sum_t delta_it x_it^T``; only where factors are preferred."""
         raise NotImplementedError(f"{type(self).__name__} prefers factors, so it must define sequence().")
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether `rows` is there for individual gradients that are mostly zero."""
+        return False
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """Add samples whose individual gradients have few rows that are not zero; only where these are taken."""
+        raise NotImplementedError(f"{type(self).__name__} takes rows, so it must define rows().")
 
     @property
     def goes_along(self) -> bool:
@@ -87,6 +97,15 @@ class GradientSum(Statistic):
         """The sum over the samples of the block."""
         kernels.add_sums(self.sums[name], gradients)
 
+    @property
+    def takes_rows(self) -> bool:
+        """They are added where they belong."""
+        return True
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """The sum, row by row."""
+        self.sums[name].index_add_(0, rows.index.flatten(), rows.values.flatten(0, 1).double())
+
     def _matrix(self, name: str, delta: Tensor, x: Tensor) -> Tensor:
         return self.sums[name].view(delta.shape[1], x.shape[1])
 
@@ -109,6 +128,15 @@ class SquareSum(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the samples of the block."""
         kernels.add_squares(self.sums[name], gradients)
+
+    @property
+    def takes_rows(self) -> bool:
+        """They are added where they belong."""
+        return True
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """The squares, row by row."""
+        self.sums[name].index_add_(0, rows.index.flatten(), rows.values.flatten(0, 1).double().square())
 
 
 class SquaredNorms(Statistic):
@@ -134,6 +162,15 @@ class SquaredNorms(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""
         self.values[name] += kernels.squared_norm(gradients)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Zeros add nothing."""
+        return True
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """The sum over the rows."""
+        self.values[name] += kernels.squared_norm(rows.values)
 
 
 class Projection(Statistic):
@@ -189,6 +226,15 @@ class AbsMax(Statistic):
         """The largest element of the block."""
         self._add(gradients.abs())
 
+    @property
+    def takes_rows(self) -> bool:
+        """Zeros are never the largest."""
+        return True
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """The largest element of the rows."""
+        self._add(rows.values.abs())
+
     def _add(self, magnitudes: Tensor) -> None:
         if not magnitudes.numel():
             return
@@ -214,6 +260,17 @@ class Histogram1d(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """Bin the elements of the block."""
         self.counts = self.counts + kernels.count_block(gradients, self.edges)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Zeros are counted by their number."""
+        return True
+
+    def rows(self, name: str, rows: Rows) -> None:
+        """Bin the rows, and all other elements as zeros."""
+        counts = kernels.count_block(rows.values, self.edges)
+        counts[kernels.slot_of_zero(self.edges)] += rows.surplus
+        self.counts = self.counts + counts
 
 
 class Histogram2d(Statistic):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.factors import Factors, Rows
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
 
@@ -34,6 +34,9 @@ class Rule(Protocol):
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """The parameters whose individual gradients are sums of outer products, by local name."""
+
+    def rows(self, use: Use, samples: slice) -> Rows | None:
+        """The individual gradients of the one parameter of a layer, if they have few rows that are not zero."""
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<g_i, v>`` for all samples, where that needs no individual gradient: the derivative of the output along v.

@@ -103,6 +103,8 @@ class _Group:
                 name = self._locals[0].get(local)
                 if name is not None and self._from_factors(name, factors, left):
                     names.remove(name)
+        if names and self._from_rows(left):
+            return
         for samples, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples))
@@ -129,6 +131,20 @@ class _Group:
             return False
         for values in taken:
             statistic.take(values, self._numbered(slice(0, self._batch_size)))
+        return True
+
+    def _from_rows(self, statistics: Sequence[Statistic]) -> bool:
+        """Feed the rows that are not zero, if there are few and every statistic takes them."""
+        if len(self._uses) != 1 or not all(statistic.takes_rows for statistic in statistics):
+            return False
+        (use,) = self._uses
+        if use.rule.rows(use, slice(0, 0)) is None:
+            return False
+        for samples in self._pieces(use.delta[:1].numel()):
+            rows = use.rule.rows(use, samples)
+            assert rows is not None
+            for statistic in statistics:
+                statistic.rows(self._names[0], rows)
         return True
 
     def _from_factors(self, name: str, factors: Factors, statistics: Sequence[Statistic]) -> bool:

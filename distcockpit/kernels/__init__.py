@@ -85,6 +85,11 @@ def slots(values: Tensor, edges: np.ndarray) -> Tensor:
     return reference.slots(values, thresholds(edges, values.dtype).to(values.device))
 
 
+def slot_of_zero(edges: np.ndarray) -> int:
+    """Slot number of an exact zero."""
+    return int(np.searchsorted(thresholds(edges, torch.float64).numpy(), 0.0, side="right"))
+
+
 def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
     """Counts of all elements of ``values``.
 
