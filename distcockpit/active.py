@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,20 @@ class Actives:
     def __init__(self, quantities: Sequence[Quantity]) -> None:
         self._all = list(quantities)
         self._met: dict[tuple[int, ...], Active] = {}
+        self._none = Active([])
+        # Most share one schedule, and steps that are not tracked should not ask it for each of them.
+        self._rules: dict[object, Callable[[int], bool]] = {}
+        self._rule_of: list[object] = []
+        for k, q in enumerate(self._all):
+            usual = type(q).touches is Quantity.touches and type(q).starts is Quantity.starts
+            rule = (id(q.schedule), q.ends_updates) if usual else k
+            self._rules.setdefault(rule, q.touches)
+            self._rule_of.append(rule)
+
+    def touched(self, step: int) -> Active:
+        """Those that this step must be tracked for."""
+        hit = {rule: touches(step) for rule, touches in self._rules.items()}
+        return self.of(hit[rule] for rule in self._rule_of) if any(hit.values()) else self._none
 
     def of(self, chosen: Iterable[bool]) -> Active:
         """Those for which ``chosen``, in the order of the run, is true."""

@@ -81,7 +81,7 @@ class TrackedStep:
 
     def _begin(self) -> None:
         session, setup = self._session, self._setup
-        self._active = session.actives.of(q.touches(self._step) for q in setup.quantities)
+        self._active = session.actives.touched(self._step)
         start = session.finish_update(self._step)
         if not self._active:
             return

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from distcockpit.clock import Clock
+from distcockpit.reduce import Traffic
 
 
 def test_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.end()
         after(8)  # own work, the wait for others among it
         clock.wait += wait
-        times = clock.times(forward=3.0)
+        times = clock.times(3.0, Traffic())
         after(16)  # sums, which are told of no more
         clock.leave()
     assert times.elapsed == 1 + 2 + 4 + 8 + 16 + 1 + 2 + 4 + 8

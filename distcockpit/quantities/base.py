@@ -79,11 +79,12 @@ class Quantity(ABC):
 
     def touches(self, step: int) -> bool:
         """Whether ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
-        return self.starts(step) or (self._ends_updates and step > 0 and self.starts(step - 1))
+        return self.starts(step) or (self.ends_updates and step > 0 and self.starts(step - 1))
 
     @cached_property
-    def _ends_updates(self) -> bool:
-        return self.needs.update  # asked for at every step of the run, tracked or not
+    def ends_updates(self) -> bool:
+        """Whether a row that begins at a step ends at the next one."""
+        return self.needs.update
 
     @abstractmethod
     def group(self, model: Model) -> Group:
