@@ -263,7 +263,8 @@ def test_embeddings_are_not_formed(tmp_path: Path, rows: int, padding: int | Non
     state = {k: v.clone() for k, v in net.state_dict().items()}
     adapted = q.GradHist1d(name="adapted", adapt=q.GradAbsMax(), bins=10)
     chosen = [q.NormTest(), q.MeanGSNR(), q.GradHist1d(range=range, bins=20), adapted]
-    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=chosen, schedule=every(1)) as cockpit:
+    options = {"quantities": chosen, "schedule": every(1), "fallback": "error"}
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", **options) as cockpit:
         for step in (0, 1, 2):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(EmbeddingRule, "blocks", None)  # no block of it may be asked for
