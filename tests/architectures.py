@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
             nn.Tanh(),
             nn.Conv2d(6, 4, (2, 3), padding="same", dilation=(1, 2), padding_mode="circular", groups=2),
             nn.Flatten(2),
-            nn.Conv1d(4, 4, 4, dilation=3, padding="same", bias=False),
+            nn.Conv1d(4, 4, 4, dilation=2, padding="same", bias=False),
             nn.Sigmoid(),
             nn.Unflatten(2, (2, 2, -1)),
             nn.Conv3d(4, 4, (1, 2, 2), stride=(1, 2, 1), padding=(1, 0, 0)),

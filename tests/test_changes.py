@@ -280,3 +280,9 @@ def test_embeddings_are_not_formed(tmp_path: Path, rows: int, padding: int | Non
     largest = max(np.abs(g).max() for g in batch.gradients.values())
     np.testing.assert_allclose(run["adapted"]["edges"][-1, -1], largest, rtol=1e-5)
     assert run["adapted"]["counts"][-1].sum() == counts.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_the_longer_end_of_a_padding(tmp_path: Path) -> None:
+    net, chosen = nn.Sequential(nn.Conv1d(2, 3, 4, dilation=3, padding="same")), [q.NormTest(), q.GradNorm()]
+    assert_norms(*go(tmp_path / "r", net, ((4, 2, 9), (4, 3, 9)), chosen, 2, fallback="error"))
