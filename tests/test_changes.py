@@ -286,3 +286,25 @@ def test_embeddings_are_not_formed(tmp_path: Path, rows: int, padding: int | Non
 def test_the_longer_end_of_a_padding(tmp_path: Path) -> None:
     net, chosen = nn.Sequential(nn.Conv1d(2, 3, 4, dilation=3, padding="same")), [q.NormTest(), q.GradNorm()]
     assert_norms(*go(tmp_path / "r", net, ((4, 2, 9), (4, 3, 9)), chosen, 2, fallback="error"))
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 2, 3)])
+def test_gradients_from_autograd_with_factors_and_micro_batches(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Without variances G comes from autograd; each micro-batch has a scale of its own."""
+    torch.manual_seed(0)
+    net, loss_fn = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), nn.CrossEntropyLoss()
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    options = {"quantities": [q.GradNorm(), q.InnerTest()], "schedule": every(1)}
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", **options) as cockpit:
+        for step in range(3):
+            net.zero_grad()
+            with cockpit.track(step):
+                for part, target in zip(x.split(list(sizes)), y.split(list(sizes)), strict=True):
+                    (1024 * loss_fn(cockpit(part), target)).backward()
+    terms = nn.CrossEntropyLoss(reduction="sum")
+    batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
+    run = open_run(tmp_path / "r")
+    norms = [np.linalg.norm(g.mean(0)) for g in batch.gradients.values()]
+    np.testing.assert_allclose(run["grad_norm"]["grad_norm"][2], norms, rtol=1e-5)
+    np.testing.assert_allclose(run["inner_test"]["inner_test"][2], oracle.inner_test(batch), rtol=1e-5)
