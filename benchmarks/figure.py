@@ -46,7 +46,7 @@ def overhead(axes: Any, result: dict[str, Any]) -> None:
         xscale="log", xlabel="time of a step over plain", title=f"{NAMES[result['model']]} ({np.median(plain):.2g} ms)"
     )
     axes.set_xlim(0.8, axes.get_xlim()[1] * 2)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def memory(axes: Any, results: list[dict[str, Any]]) -> None:
