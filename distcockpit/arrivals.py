@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcockpit.gradients.statistics import zeros
-
 
 class Arrivals:
     """The gradients that arrive at some parameters in a step, added up over backward calls.
@@ -23,16 +21,16 @@ class Arrivals:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
-        self._flat: Tensor | None = None
-        self._views: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}  # float64, of the parameters that any gradient has reached
+        self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
     @property
     def flat(self) -> Tensor:
-        """All of them as one vector, float64 ``[P]``; zero where none arrived."""
-        if self._flat is None:
-            self._flat, self._views = zeros(self._parameters)
-        return self._flat
+        """All of them as one vector of its own, float64 ``[P]``; zero where none arrived."""
+        parts = [
+            self.gradients[name] if name in self.gradients else p.new_zeros(p.shape)
+            for name, p in self._parameters.items()
+        ]
+        return torch.cat([part.double().reshape(-1) for part in parts])
 
     @property
     def is_rounded(self) -> bool:
@@ -66,9 +64,8 @@ class Arrivals:
             if gradient is None:
                 return
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            if self._flat is None:
-                self.flat  # noqa: B018 - makes the views
-            self._views[name].add_(dense)  # a copy: DDP averages the gradient in place
-            self.gradients[name] = self._views[name]
+            kind, before = torch.promote_types(dense.dtype, torch.float32), self.gradients.get(name)
+            # A copy: DDP averages the gradient in place.
+            self.gradients[name] = dense.to(kind, copy=True) if before is None else before + dense
 
         return hook

@@ -274,8 +274,8 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
     if parts[0].is_sum:
         weight = float(batch_size) if loss.weight is None else loss.weight
     known = [part.individual for part in parts if part.individual is not None]
-    individual = torch.stack(known).sum(0) if len(known) == len(parts) else None
-    total = torch.stack([part.total.double() for part in parts]).sum()
+    individual = sum(known[1:], known[0]) if len(known) == len(parts) else None
+    total = sum((part.total for part in parts[1:]), parts[0].total)
     return Scale(weight, divisor, divisor / factors[0], individual, total)
 
 

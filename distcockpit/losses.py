@@ -78,6 +78,8 @@ def decompose(
 
 def _by_sample(terms: Tensor, given: Tensor, batch_size: int, output: object, batch_dim: int) -> Tensor | None:
     """The terms added up by sample, float64 ``[B]``; ``None`` where it is not known which are of which sample."""
+    if terms.dim() == 1 and len(terms) == batch_size:
+        return terms.double()
     for shape in (terms.shape, *_flattened_from(terms, given, output)):
         axis = next((k for k in (batch_dim, 0) if len(shape) > k and shape[k] == batch_size), None)
         if axis is not None:

@@ -221,7 +221,7 @@ def _look(
         statistics={},
         gradient_sums=sums,
         mean_gradient=mean,
-        mean_squared=torch.stack([kernels.squared_norm(g) for g in mean.values()]) if mean else nothing,
+        mean_squared=kernels.squared_norms(list(mean.values())) if mean else nothing,
         squared_norms=nothing if norms is None else torch.stack(list(norms.values.values())),
         projections=nothing if onto is None else onto.values,
         shard=Shard(

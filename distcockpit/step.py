@@ -168,7 +168,10 @@ class TrackedStep:
         self._check_losses_are_known(captured)
         if self._session.check.unchecked and any(c.weight for c in captured):
             check_losses(captured)
-        captured = self._served(captured, capture.arrivals.gradients)
+        seen = capture.arrivals.gradients
+        if self._session.check.is_thorough:
+            seen = {name: gradient.double() for name, gradient in seen.items()}
+        captured = self._served(captured, seen)
         check_uses(captured)
         return captured
 

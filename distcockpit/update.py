@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from distcockpit import kernels
@@ -49,7 +48,7 @@ class Start:
             block_elements: As for `walk`.
         """
         direction = self.displacement(parameters)
-        norm = torch.stack([kernels.squared_norm(d) for d in direction.values()]).sum().sqrt()
+        norm = kernels.squared_norms(list(direction.values())).sum().sqrt()
         changed = self.inputs_changed
         slopes = Projection(direction, len(self.losses))
         if not changed:

@@ -177,6 +177,9 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
         torch.testing.assert_close(sums, 1 + exact.sum(0), rtol=1e-12, atol=1e-9)
         torch.testing.assert_close(squares, 1 + exact.square().sum(0), rtol=1e-12, atol=0.0)
         torch.testing.assert_close(kernel.squared_norm(values), exact.square().sum(), rtol=1e-12, atol=0.0)
+        norms = kernel.squared_norms([values, values.sum(), values[:0]])
+        expected = torch.stack([exact.square().sum(), values.sum().double().square(), exact.new_zeros(())])
+        torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0.0)
         expected = (exact * other.double()).sum(1)
         torch.testing.assert_close(kernel.inner_rows(values, other), expected, rtol=1e-11, atol=1e-8)
         if len(values):

@@ -14,6 +14,7 @@ All functions return int64 counts on the device of their input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -165,6 +166,11 @@ def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, squared and added in float64; a number."""
     values = binnable(values)
     return _implementation(values).squared_norm(values)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares of each tensor, as `squared_norm`: float64 ``[len(tensors)]``, at least one."""
+    return _implementation(tensors[0]).squared_norms([binnable(t) for t in tensors])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Samples are shared out among as many threads as torch uses; the kernels release 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
@@ -434,6 +434,11 @@ def squared_norm(values: Tensor) -> Tensor:
     flat = _rows(values.reshape(-1))
     total = sum(_in_parts(lambda part: _squared_norm(flat[part]), flat.size, 1))
     return torch.tensor(total, dtype=torch.float64)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares of each, float64."""
+    return torch.tensor([_squared_norm(_rows(t.reshape(-1))) for t in tensors], dtype=torch.float64)
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,11 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares of each, float64."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square()
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

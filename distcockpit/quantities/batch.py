@@ -283,4 +283,4 @@ class LocalBatch:
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """``|t|^2`` by parameter, float64 ``[parameters]``."""
-        return torch.stack([kernels.squared_norm(tensors[name]) for name in self.parameters])
+        return kernels.squared_norms([tensors[name] for name in self.parameters])

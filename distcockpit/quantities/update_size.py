@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from distcockpit import kernels
@@ -45,7 +44,7 @@ class UpdateSize(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The squared lengths."""
-        return {"squares": torch.stack([kernels.squared_norm(t) for t in d.values()])}
+        return {"squares": kernels.squared_norms(list(d.values()))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The lengths."""
