@@ -71,16 +71,12 @@ def test_no_wait_for_the_device_inside_track(tmp_path: Path, monkeypatch: Any, n
     with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "r", quantities=chosen, schedule=every(1)) as cockpit:
         for step in range(7):
             x, y = data(step)
-            tracked = cockpit.track(step)
-            with Operations() as entering:
-                tracked.__enter__()
-            loss_fn(cockpit(x), y).backward()
-            with Operations() as leaving:
-                tracked.__exit__(None, None, None)
+            with Operations() as operations, cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen[step] = entering.waits + leaving.waits
-            assert leaving.names
+            seen[step] = operations.waits
+            assert operations.names
     assert seen[3]  # a step that checks everything reads its verdict, so the test can see a wait
     assert not seen[2] and not seen[4] and not seen[5] and not seen[6], seen
     assert open_run(tmp_path / "r")["grad_norm"].sizes["step"] == 7
