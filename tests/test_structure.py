@@ -38,7 +38,7 @@ def test_edges() -> None:
     assert backpack == {"curvature.py", "gradients/backpack_layers.py"}
     assert who_imports("torch.distributed") == {"reduce.py"}
     assert who_imports("zarr") == who_imports("numcodecs") == {"store.py"}
-    assert who_imports("numba") == {"kernels/numba_cpu.py"} and who_imports("scipy") == {"hessian.py"}
+    assert who_imports("numba") == {"kernels/numba_loops.py"} and who_imports("scipy") == {"hessian.py"}
     assert "run.py" not in who_imports("torch") and "schema.py" not in who_imports("torch")
     assert not who_imports("torchvision")
     assert "gradients/walk.py" in FILES and len(FILES) > 25

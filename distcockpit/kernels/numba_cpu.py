@@ -1,11 +1,7 @@
-"""Binning on the CPU with Numba: products are counted as they are formed, or without being formed, and never stored.
+"""The kernels on the CPU, with Numba's compiled loops, whose work is shared out among as many threads as torch uses.
 
-Gradients are mostly small against the range of a histogram, so that everything falls into the one or two slots next to
-zero. Of a row of products ``d * x_i`` that is known from the signs and the extremes of ``x`` alone. Where a row spreads
-over more slots, it is monotone in ``x``: with ``x`` sorted, once per sample, each slot is a range, whose end a binary
-search finds. Both compare the same rounded products with the same edges as the direct form, so that counts are equal.
-
-Samples are shared out among as many threads as torch uses; the kernels release the GIL.
+The loops release the GIL. The threads are our own: Numba's parallel loops would begin OpenMP or a work queue in the
+user's process.
 """
 
 from __future__ import annotations
@@ -16,342 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit.kernels import numba_loops as loops
+
 PER_THREAD = 1 << 20  # elements below which another thread does not pay, while torch's own threads still spin
-CHUNK = 512  # elements that are looked at together
-WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
-
-WORTH_SORTING = 4  # pairs of a sample from which on its row is sorted
-
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
-
-
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
-@_jit
-def _slot(v, limits, low, per_width):
-    """Guess the slot by arithmetic, then correct it by comparing with the edges."""
-    n = limits.size
-    if v != v:
-        return n + 1
-    guess = (v - low) * per_width
-    k = 2 + int(guess) if 0 <= guess < n - 3 else (1 if guess < 0 else n - 1)
-    while k < n and v >= limits[k]:
-        k += 1
-    while k > 0 and v < limits[k - 1]:
-        k -= 1
-    return k
-
-
-@_jit
-def _zero(limits):
-    """The slot of zero, and that of small negative numbers, each with the interval ``[start, end)`` that is its own."""
-    k = 0
-    while k < limits.size and limits[k] <= 0:
-        k += 1
-    start, end = limits[k - 1], limits[k]
-    if start < 0 or k < 2:
-        return k, k, start, start, end
-    return k, k - 1, limits[k - 2], start, end
-
-
-@_jit
-def _signs(x):
-    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite."""
-    n_negative = n_positive = 0
-    negative_from = positive_from = x.dtype.type(np.inf)
-    negative_to = positive_to = x.dtype.type(0)
-    finite = True
-    for v in x:
-        finite &= abs(v) < np.inf
-        if v > 0:
-            n_positive += 1
-            positive_from, positive_to = min(positive_from, v), max(positive_to, v)
-        elif v < 0:
-            n_negative += 1
-            negative_from, negative_to = min(negative_from, -v), max(negative_to, -v)
-    return finite, n_negative, negative_from, negative_to, n_positive, positive_from, positive_to
-
-
-@_jit
-def _is_near(d, n_below, below_from, below_to, above_to, near):
-    """Whether all products are next to zero: the negative ones in one slot, all others in that of zero.
-
-    Args:
-        d: The factor.
-        n_below: How many products are negative.
-        below_from: Smallest magnitude of what the factor makes negative.
-        below_to: Largest magnitude of that.
-        above_to: Largest magnitude of what it makes positive.
-        near: From `_zero`.
-    """
-    zero, below, start, middle, end = near
-    size = abs(d)
-    if not size * above_to < end:
-        return False
-    if n_below == 0:
-        return True
-    if not -(size * below_to) >= start:
-        return False
-    return below == zero or -(size * below_from) < middle
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-@_jit
-def _count_block(values, limits, low, per_width, counts):
-    zero, below, start, middle, end = _zero(limits)
-    for first in range(0, values.size, CHUNK):
-        chunk = values[first : first + CHUNK]
-        negative = positive = np.int32(0)  # 32 bits, so that 16 elements are compared at once
-        for i in range(chunk.size):
-            v = chunk[i]
-            negative = np.int32(negative + np.int32((v >= start) & (v < middle)))
-            positive = np.int32(positive + np.int32((v >= middle) & (v < end)))
-        if negative + positive < chunk.size:
-            for v in chunk:
-                if not (v >= start and v < end):
-                    counts[_slot(v, limits, low, per_width)] += 1
-        counts[below] += negative
-        counts[zero] += positive
-
-
-@_jit
-def _count_block_2d(values, limits, low, per_width, columns, counts):
-    zero, below, start, middle, end = _zero(limits)
-    for n in range(values.shape[0]):
-        for first in range(0, values.shape[1], CHUNK):
-            chunk, column = values[n, first : first + CHUNK], columns[first : first + CHUNK]
-            near = np.int32(0)
-            for i in range(chunk.size):
-                near = np.int32(near + np.int32((chunk[i] >= start) & (chunk[i] < end)))
-            if near == chunk.size:
-                for i in range(chunk.size):
-                    counts[zero if chunk[i] >= middle else below, column[i]] += 1
-            else:
-                for i in range(chunk.size):
-                    counts[_slot(chunk[i], limits, low, per_width), column[i]] += 1
-
-
-@_jit
-def _add_sums(values, sums):
-    for n in range(values.shape[0]):
-        row = values[n]
-        for i in range(row.size):
-            sums[i] += row[i]
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
-def _squared_norm(values):
-    total = 0.0
-    for i in range(values.size):
-        v = np.float64(values[i])
-        total += v * v
-    return total
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
-def _inner(first, second):
-    total = 0.0
-    for i in range(first.size):
-        total += np.float64(first[i]) * np.float64(second[i])
-    return total
-
-
-@_jit
-def _inner_rows(values, others, sums):
-    for n in range(values.shape[0]):
-        sums[n] = _inner(values[n], others[n % others.shape[0]])
-
-
-@_jit
-def _add_squares(values, sums):
-    for n in range(values.shape[0]):
-        row = values[n]
-        for i in range(row.size):
-            v = np.float64(row[i])
-            sums[i] += v * v
-
-
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-@_jit
-def _count_near(delta, x, limits, counts, rest):
-    """Count the pairs (n, o) whose products are all next to zero, and tell which are not.
-
-    Args:
-        delta: Shape ``[N, O]``.
-        x: Shape ``[N, I]``.
-        limits: The thresholds.
-        counts: Of slots, added to.
-        rest: bool ``[N, O]``: set to whether a pair is left.
-
-    Returns:
-        int8 ``[N]``: 0 where nothing of a sample is left, 2 where its row is worth sorting, 1 otherwise.
-    """
-    near = _zero(limits)
-    zero, below, _, _, _ = near
-    left = np.zeros(x.shape[0], np.int8)
-    for n in range(x.shape[0]):
-        finite, n_minus, minus_from, minus_to, n_plus, plus_from, plus_to = _signs(x[n])
-        n_left = 0
-        for o in range(delta.shape[1]):
-            d = delta[n, o]
-            rest[n, o] = True
-            n_left += 1
-            if finite and abs(d) < np.inf:
-                if d > 0:
-                    n_below, is_near = n_minus, _is_near(d, n_minus, minus_from, minus_to, plus_to, near)
-                elif d < 0:
-                    n_below, is_near = n_plus, _is_near(d, n_plus, plus_from, plus_to, minus_to, near)
-                else:
-                    n_below, is_near = 0, True
-                if is_near:
-                    rest[n, o] = False
-                    n_left -= 1
-                    counts[below] += n_below
-                    counts[zero] += x.shape[1] - n_below
-        if n_left:
-            left[n] = 2 if finite and n_left >= WORTH_SORTING else 1
-    return left
-
-
-@_jit
-def _count_row(d, x, limits, low, per_width, near, counts):
-    zero, below, start, middle, end = near
-    negative = positive = np.int32(0)
-    for i in range(x.size):
-        p = d * x[i]
-        negative = np.int32(negative + np.int32((p >= start) & (p < middle)))
-        positive = np.int32(positive + np.int32((p >= middle) & (p < end)))
-    if negative + positive < x.size:
-        for v in x:
-            p = d * v
-            if not (p >= start and p < end):
-                counts[_slot(p, limits, low, per_width)] += 1
-    counts[below] += negative
-    counts[zero] += positive
-
-
-@_jit
-def _count_sorted_row(d, x, limits, low, per_width, counts):
-    """Products of a finite number with a sorted row of such."""
-    size, step, i = x.size, 1, 0
-    if d < 0:
-        step, i = -1, size - 1
-    k, last = _slot(d * x[i], limits, low, per_width), _slot(d * x[size - 1 - i], limits, low, per_width)
-    if (last - k) * WORTH_SEARCHING > size:
-        begin = 0
-        for j in range(size):
-            p = d * x[i + step * j]
-            if k < limits.size and p >= limits[k]:
-                counts[k] += j - begin
-                begin = j
-                while k < limits.size and p >= limits[k]:
-                    k += 1
-        counts[k] += size - begin
-        return
-    begin = 0
-    while k < last:
-        limit, a, b = limits[k], begin, size - 1  # the product at b is beyond the limit, that at a is not
-        while b - a > 1:
-            middle = (a + b) >> 1
-            if d * x[i + step * middle] >= limit:
-                b = middle
-            else:
-                a = middle
-        counts[k] += b - begin
-        begin = b
-        p = d * x[i + step * b]
-        while k < limits.size and p >= limits[k]:
-            k += 1
-    counts[k] += size - begin
-
-
-@_jit
-def _count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, counts):
-    """Count what is left; row k of ``x``, which may be sorted and then is finite, belongs to ``samples[k]``."""
-    near = _zero(limits)
-    for k in range(samples.size):
-        n = samples[k]
-        for o in range(delta.shape[1]):
-            if rest[n, o]:
-                d = delta[n, o]
-                if are_sorted and abs(d) < np.inf:
-                    _count_sorted_row(d, x[k], limits, low, per_width, counts)
-                else:
-                    _count_row(d, x[k], limits, low, per_width, near, counts)
-
-
-@_jit
-def _count_outer_2d(delta, x, limits, low, per_width, columns, row_counts, counts):
-    """Where all products of a pair are next to zero, the larger part is counted by row, and only the rest is visited.
-
-    Args:
-        delta: Shape ``[N, O]``.
-        x: Shape ``[N, I]``.
-        limits: The thresholds.
-        low: For `_slot`.
-        per_width: For `_slot`.
-        columns: Shape ``[O, I]``.
-        row_counts: Counts of the columns of each row of parameters, ``[O, n_columns]``.
-        counts: Added to.
-    """
-    near = _zero(limits)
-    zero, below, _, _, _ = near
-    width = x.shape[1]
-    minus, others = np.empty(width, np.int32), np.empty(width, np.int32)
-    plus, not_plus = np.empty(width, np.int32), np.empty(width, np.int32)
-    for n in range(x.shape[0]):
-        finite, n_minus, minus_from, minus_to, n_plus, plus_from, plus_to = _signs(x[n])
-        a = b = c = e = 0
-        for i in range(width):
-            if x[n, i] < 0:
-                minus[a] = i
-                a += 1
-            else:
-                others[b] = i
-                b += 1
-            if x[n, i] > 0:
-                plus[c] = i
-                c += 1
-            else:
-                not_plus[e] = i
-                e += 1
-        for o in range(delta.shape[1]):
-            d = delta[n, o]
-            is_near = finite and abs(d) < np.inf
-            n_below = 0
-            if is_near and d > 0:
-                n_below, is_near = n_minus, _is_near(d, n_minus, minus_from, minus_to, plus_to, near)
-            elif is_near and d < 0:
-                n_below, is_near = n_plus, _is_near(d, n_plus, plus_from, plus_to, minus_to, near)
-            if not is_near:
-                for i in range(width):
-                    counts[_slot(d * x[n, i], limits, low, per_width), columns[o, i]] += 1
-                continue
-            most, fewer = (below, zero) if 2 * n_below > width else (zero, below)
-            for k in range(row_counts.shape[1]):
-                counts[most, k] += row_counts[o, k]
-            if most == fewer or n_below == 0 or n_below == width:
-                continue
-            if d > 0:
-                visited = others[:b] if most == below else minus[:a]
-            else:
-                visited = not_plus[:e] if most == below else plus[:c]
-            for i in visited:
-                counts[most, columns[o, i]] -= 1
-                counts[fewer, columns[o, i]] += 1
-
-
-# -- the interface of the package --------------------------------------------------------------------------------------
 
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
@@ -361,7 +28,7 @@ def count_block(values: Tensor, limits: Tensor) -> Tensor:
 
     def count(part: slice) -> np.ndarray:
         counts = np.zeros(edges.size + 2, np.int64)
-        _count_block(flat[part], edges, *scale, counts)
+        loops.count_block(flat[part], edges, *scale, counts)
         return counts
 
     return _shared_out(count, flat.size, 1)
@@ -377,13 +44,13 @@ def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
     def count(part: slice) -> np.ndarray:
         counts = np.zeros(edges.size + 2, np.int64)
         rest = np.empty(d[part].shape, np.bool_)
-        left = _count_near(d[part], y[part], edges, counts, rest)
+        left = loops.count_near(d[part], y[part], edges, counts, rest)
         for kind, are_sorted in ((1, False), (2, True)):
             samples = np.flatnonzero(left == kind)
             if samples.size:
                 rows = y[part][samples]
                 rows = np.sort(rows, 1) if are_sorted else rows
-                _count_rest(d[part], rows, samples, are_sorted, rest, edges, *scale, counts)
+                loops.count_rest(d[part], rows, samples, are_sorted, rest, edges, *scale, counts)
         return counts
 
     return _shared_out(count, len(d), d.shape[1] * 8 + y.shape[1])
@@ -396,7 +63,7 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
 
     def count(part: slice) -> np.ndarray:
         counts = np.zeros((edges.size + 2, n_columns), np.int64)
-        _count_block_2d(rows[part], edges, *scale, column, counts)
+        loops.count_block_2d(rows[part], edges, *scale, column, counts)
         return counts
 
     return _shared_out(count, len(rows), rows.shape[1])
@@ -411,7 +78,7 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
 
     def count(part: slice) -> np.ndarray:
         counts = np.zeros((edges.size + 2, n_columns), np.int64)
-        _count_outer_2d(d[part], y[part], edges, *scale, column, row_counts, counts)
+        loops.count_outer_2d(d[part], y[part], edges, *scale, column, row_counts, counts)
         return counts
 
     return _shared_out(count, len(d), d.shape[1] * n_columns)
@@ -420,25 +87,25 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
 def add_sums(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: _add_sums(rows[:, part], total[part]), total.size, len(rows))
+    _in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, len(rows))
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]^2`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: _add_squares(rows[:, part], total[part]), total.size, len(rows))
+    _in_parts(lambda part: loops.add_squares(rows[:, part], total[part]), total.size, len(rows))
 
 
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     flat = _rows(values.reshape(-1))
-    total = sum(_in_parts(lambda part: _squared_norm(flat[part]), flat.size, 1))
+    total = sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, 1))
     return torch.tensor(total, dtype=torch.float64)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of all squares of each, float64."""
-    return torch.tensor([_squared_norm(_rows(t.reshape(-1))) for t in tensors], dtype=torch.float64)
+    return torch.tensor([loops.squared_norm(_rows(t.reshape(-1))) for t in tensors], dtype=torch.float64)
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
@@ -447,7 +114,7 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     second = _rows(others if others.dim() == 2 else others.unsqueeze(0))
 
     def multiply(part: slice) -> None:
-        _inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
+        loops.inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
 
     _in_parts(multiply, len(rows), rows.shape[1])
     return torch.from_numpy(sums)

@@ -1,0 +1,338 @@
+"""Compiled loops over many numbers: they store no product, and know nothing of torch.
+
+Gradients are mostly small against the range of a histogram, so that everything falls into the one or two slots next to
+zero. Of a row of products ``d * x_i`` that is known from the signs and the extremes of ``x`` alone. Where a row spreads
+over more slots, it is monotone in ``x``: with ``x`` sorted, once per sample, each slot is a range, whose end a binary
+search finds. Both compare the same rounded products with the same edges as the direct form, so that counts are equal.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+CHUNK = 512  # elements that are looked at together
+WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
+WORTH_SORTING = 4  # pairs of a sample from which on its row is sorted
+
+_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _slot(v, limits, low, per_width):
+    """Guess the slot by arithmetic, then correct it by comparing with the edges."""
+    n = limits.size
+    if v != v:
+        return n + 1
+    guess = (v - low) * per_width
+    k = 2 + int(guess) if 0 <= guess < n - 3 else (1 if guess < 0 else n - 1)
+    while k < n and v >= limits[k]:
+        k += 1
+    while k > 0 and v < limits[k - 1]:
+        k -= 1
+    return k
+
+
+@_jit
+def _zero(limits):
+    """The slot of zero, and that of small negative numbers, each with the interval ``[start, end)`` that is its own."""
+    k = 0
+    while k < limits.size and limits[k] <= 0:
+        k += 1
+    start, end = limits[k - 1], limits[k]
+    if start < 0 or k < 2:
+        return k, k, start, start, end
+    return k, k - 1, limits[k - 2], start, end
+
+
+@_jit
+def _signs(x):
+    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite."""
+    n_negative = n_positive = 0
+    negative_from = positive_from = x.dtype.type(np.inf)
+    negative_to = positive_to = x.dtype.type(0)
+    finite = True
+    for v in x:
+        finite &= abs(v) < np.inf
+        if v > 0:
+            n_positive += 1
+            positive_from, positive_to = min(positive_from, v), max(positive_to, v)
+        elif v < 0:
+            n_negative += 1
+            negative_from, negative_to = min(negative_from, -v), max(negative_to, -v)
+    return finite, (n_negative, negative_from, negative_to, n_positive, positive_from, positive_to)
+
+
+@_jit
+def _n_below(d, signs, near):
+    """How many products of a pair are negative, if all are next to zero: these in one slot, all others in that of zero.
+
+    Args:
+        d: The factor, finite.
+        signs: Of the row, from `_signs`, without its first.
+        near: From `_zero`.
+
+    Returns:
+        The number, or -1 where the products spread further.
+    """
+    n_minus, minus_from, minus_to, n_plus, plus_from, plus_to = signs
+    zero, below, start, middle, end = near
+    n_below, below_from, below_to, above_to = n_minus, minus_from, minus_to, plus_to
+    if d < 0:
+        n_below, below_from, below_to, above_to = n_plus, plus_from, plus_to, minus_to
+    elif d == 0:
+        return 0
+    size = abs(d)
+    if not size * above_to < end:
+        return -1
+    if n_below and not (-(size * below_to) >= start and (below == zero or -(size * below_from) < middle)):
+        return -1
+    return n_below
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def count_block(values, limits, low, per_width, counts):
+    """Add the counts of the elements of ``values [D]`` to ``counts``."""
+    zero, below, start, middle, end = _zero(limits)
+    for first in range(0, values.size, CHUNK):
+        chunk = values[first : first + CHUNK]
+        negative = positive = np.int32(0)  # 32 bits, so that 16 elements are compared at once
+        for i in range(chunk.size):
+            v = chunk[i]
+            negative = np.int32(negative + np.int32((v >= start) & (v < middle)))
+            positive = np.int32(positive + np.int32((v >= middle) & (v < end)))
+        if negative + positive < chunk.size:
+            for v in chunk:
+                if not (v >= start and v < end):
+                    counts[_slot(v, limits, low, per_width)] += 1
+        counts[below] += negative
+        counts[zero] += positive
+
+
+@_jit
+def count_block_2d(values, limits, low, per_width, columns, counts):
+    """The same over pairs with ``columns [D]``, for ``values [N, D]``."""
+    zero, below, start, middle, end = _zero(limits)
+    for n in range(values.shape[0]):
+        for first in range(0, values.shape[1], CHUNK):
+            chunk, column = values[n, first : first + CHUNK], columns[first : first + CHUNK]
+            near = np.int32(0)
+            for i in range(chunk.size):
+                near = np.int32(near + np.int32((chunk[i] >= start) & (chunk[i] < end)))
+            if near == chunk.size:
+                for i in range(chunk.size):
+                    counts[zero if chunk[i] >= middle else below, column[i]] += 1
+            else:
+                for i in range(chunk.size):
+                    counts[_slot(chunk[i], limits, low, per_width), column[i]] += 1
+
+
+@_jit
+def add_sums(values, sums):
+    """Add ``sum_n values[n]`` to ``sums``."""
+    for n in range(values.shape[0]):
+        row = values[n]
+        for i in range(row.size):
+            sums[i] += row[i]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def squared_norm(values):
+    """The sum of the squares of ``values [D]``."""
+    total = 0.0
+    for i in range(values.size):
+        v = np.float64(values[i])
+        total += v * v
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def _inner(first, second):
+    total = 0.0
+    for i in range(first.size):
+        total += np.float64(first[i]) * np.float64(second[i])
+    return total
+
+
+@_jit
+def inner_rows(values, others, sums):
+    """Inner products of the rows of ``values`` with those of ``others``, or with its only one, into ``sums [N]``."""
+    for n in range(values.shape[0]):
+        sums[n] = _inner(values[n], others[n % others.shape[0]])
+
+
+@_jit
+def add_squares(values, sums):
+    """Add ``sum_n values[n]^2`` to ``sums``."""
+    for n in range(values.shape[0]):
+        row = values[n]
+        for i in range(row.size):
+            v = np.float64(row[i])
+            sums[i] += v * v
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def count_near(delta, x, limits, counts, rest):
+    """Count the pairs (n, o) whose products are all next to zero, and tell which are not.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        limits: The thresholds.
+        counts: Of slots, added to.
+        rest: bool ``[N, O]``: set to whether a pair is left.
+
+    Returns:
+        int8 ``[N]``: 0 where nothing of a sample is left, 2 where its row is worth sorting, 1 otherwise.
+    """
+    near = _zero(limits)
+    zero, below, _, _, _ = near
+    left = np.zeros(x.shape[0], np.int8)
+    for n in range(x.shape[0]):
+        finite, signs = _signs(x[n])
+        n_left = 0
+        for o in range(delta.shape[1]):
+            d = delta[n, o]
+            rest[n, o] = True
+            n_left += 1
+            n_below = _n_below(d, signs, near) if finite and abs(d) < np.inf else -1
+            if n_below >= 0:
+                rest[n, o] = False
+                n_left -= 1
+                counts[below] += n_below
+                counts[zero] += x.shape[1] - n_below
+        if n_left:
+            left[n] = 2 if finite and n_left >= WORTH_SORTING else 1
+    return left
+
+
+@_jit
+def _count_row(d, x, limits, low, per_width, near, counts):
+    zero, below, start, middle, end = near
+    negative = positive = np.int32(0)
+    for i in range(x.size):
+        p = d * x[i]
+        negative = np.int32(negative + np.int32((p >= start) & (p < middle)))
+        positive = np.int32(positive + np.int32((p >= middle) & (p < end)))
+    if negative + positive < x.size:
+        for v in x:
+            p = d * v
+            if not (p >= start and p < end):
+                counts[_slot(p, limits, low, per_width)] += 1
+    counts[below] += negative
+    counts[zero] += positive
+
+
+@_jit
+def _count_sorted_row(d, x, limits, low, per_width, counts):
+    """Products of a finite number with a sorted row of such."""
+    size, step, i = x.size, 1, 0
+    if d < 0:
+        step, i = -1, size - 1
+    k, last = _slot(d * x[i], limits, low, per_width), _slot(d * x[size - 1 - i], limits, low, per_width)
+    if (last - k) * WORTH_SEARCHING > size:
+        begin = 0
+        for j in range(size):
+            p = d * x[i + step * j]
+            if k < limits.size and p >= limits[k]:
+                counts[k] += j - begin
+                begin = j
+                while k < limits.size and p >= limits[k]:
+                    k += 1
+        counts[k] += size - begin
+        return
+    begin = 0
+    while k < last:
+        limit, a, b = limits[k], begin, size - 1  # the product at b is beyond the limit, that at a is not
+        while b - a > 1:
+            middle = (a + b) >> 1
+            if d * x[i + step * middle] >= limit:
+                b = middle
+            else:
+                a = middle
+        counts[k] += b - begin
+        begin = b
+        p = d * x[i + step * b]
+        while k < limits.size and p >= limits[k]:
+            k += 1
+    counts[k] += size - begin
+
+
+@_jit
+def count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, counts):
+    """Count what is left; row k of ``x``, which may be sorted and then is finite, belongs to ``samples[k]``."""
+    near = _zero(limits)
+    for k in range(samples.size):
+        n = samples[k]
+        for o in range(delta.shape[1]):
+            if rest[n, o]:
+                d = delta[n, o]
+                if are_sorted and abs(d) < np.inf:
+                    _count_sorted_row(d, x[k], limits, low, per_width, counts)
+                else:
+                    _count_row(d, x[k], limits, low, per_width, near, counts)
+
+
+@_jit
+def count_outer_2d(delta, x, limits, low, per_width, columns, row_counts, counts):
+    """Where all products of a pair are next to zero, the larger part is counted by row, and only the rest is visited.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        limits: The thresholds.
+        low: For `_slot`.
+        per_width: For `_slot`.
+        columns: Shape ``[O, I]``.
+        row_counts: Counts of the columns of each row of parameters, ``[O, n_columns]``.
+        counts: Added to.
+    """
+    near = _zero(limits)
+    zero, below, _, _, _ = near
+    width = x.shape[1]
+    minus, others = np.empty(width, np.int32), np.empty(width, np.int32)
+    plus, not_plus = np.empty(width, np.int32), np.empty(width, np.int32)
+    for n in range(x.shape[0]):
+        finite, signs = _signs(x[n])
+        a = b = c = e = 0
+        for i in range(width):
+            if x[n, i] < 0:
+                minus[a] = i
+                a += 1
+            else:
+                others[b] = i
+                b += 1
+            if x[n, i] > 0:
+                plus[c] = i
+                c += 1
+            else:
+                not_plus[e] = i
+                e += 1
+        for o in range(delta.shape[1]):
+            d = delta[n, o]
+            n_below = _n_below(d, signs, near) if finite and abs(d) < np.inf else -1
+            if n_below < 0:
+                for i in range(width):
+                    counts[_slot(d * x[n, i], limits, low, per_width), columns[o, i]] += 1
+                continue
+            most, fewer = (below, zero) if 2 * n_below > width else (zero, below)
+            for k in range(row_counts.shape[1]):
+                counts[most, k] += row_counts[o, k]
+            if most == fewer or n_below == 0 or n_below == width:
+                continue
+            if d > 0:
+                visited = others[:b] if most == below else minus[:a]
+            else:
+                visited = not_plus[:e] if most == below else plus[:c]
+            for i in visited:
+                counts[most, columns[o, i]] -= 1
+                counts[fewer, columns[o, i]] += 1
