@@ -39,7 +39,6 @@ class Capture:
         layers: Layers whose calls are kept.
         loss: What is known of the loss from outside.
         axes: Where the batch is.
-        replay: Whether passes may be run again, so that their random state and buffers are kept.
         thorough: Whether to look if the forward pass writes to parameters.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
@@ -54,7 +53,6 @@ class Capture:
         loss: Loss,
         axes: BatchAxes,
         *,
-        replay: bool = False,
         thorough: bool = False,
         output_gradients: bool = True,
         observers: Mapping[str, Observer] | None = None,
@@ -62,7 +60,7 @@ class Capture:
         watch: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
-        self._replay, self._thorough = replay, thorough
+        self._thorough = thorough
         self._batch_size = batch_size
         self.arrivals = Arrivals(watch or {})
         self._output_gradients, self._observers = output_gradients, observers or {}
@@ -104,16 +102,14 @@ class Capture:
         if not torch.is_grad_enabled():
             self._pass = None
             return
-        random_state, buffers = None, None
-        if self._replay:
-            random_state = RandomState.take(self._device)
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        # Any pass may have to be run again: a loop may change at any step.
+        random_state, states = RandomState.take(self._device), ModuleStates.take(module)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         micro = self.micros[-1] if self.micros else None
         if micro is None or micro.losses or any(p.went_backward for p in micro.passes):
             micro = Micro()
             self.micros.append(micro)
         batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
-        states = ModuleStates.take(module) if self._replay else None
         # The user's own containers may be emptied in the forward pass.
         args, kwargs = map_tensors(lambda t: t, (args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions, self._autocast(), states)

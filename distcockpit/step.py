@@ -108,7 +108,6 @@ class TrackedStep:
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
             Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
             session.axes,
-            replay=True,  # also at steps at which nothing is run again as a rule: a loop may change
             thorough=session.check.is_thorough,
             output_gradients=gradients,
             observers=observers,
