@@ -15,6 +15,7 @@ from distcockpit.store import RunStore
 logger = logging.getLogger(__name__)
 
 QUEUE_STEPS = 256  # tracked steps that may wait; the training thread waits when the disk is that far behind
+PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waking it takes longer than a row does
 EXIT_SECONDS = 30.0
 
 
@@ -33,6 +34,7 @@ class Writer:
         self._jobs: queue.Queue[Callable[[RunStore], bool] | None] = queue.Queue(QUEUE_STEPS)
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
+        self._hurry = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
         self._thread.start()
@@ -42,6 +44,8 @@ class Writer:
         """Run ``job`` on the thread."""
         if os.getpid() == self._pid and not self._closed:
             self._jobs.put(job)
+            if self._jobs.qsize() >= QUEUE_STEPS // 4:
+                self._hurry.set()
 
     def flush(self) -> None:
         """Wait until all that was submitted is committed."""
@@ -55,6 +59,7 @@ class Writer:
             return False
 
         self._jobs.put(job)
+        self._hurry.set()
         while not done.wait(1.0) and self._thread.is_alive():
             pass
 
@@ -64,6 +69,7 @@ class Writer:
             return
         self._closed, self._last_state = True, state
         atexit.unregister(self._at_exit)
+        self._hurry.set()
         try:
             self._jobs.put(None, timeout=timeout)
         except queue.Full:
@@ -80,8 +86,12 @@ class Writer:
         last_commit, waiting = time.monotonic(), False
         while True:
             due = max(0.0, last_commit + self._flush_seconds - time.monotonic())
+            was_idle = self._jobs.empty()
             try:
                 job = self._jobs.get(timeout=due if waiting else None)
+                if was_idle:
+                    self._hurry.wait(PAUSE_SECONDS)
+                    self._hurry.clear()
             except queue.Empty:
                 job = _commit_now
             if job is None:
