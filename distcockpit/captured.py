@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.gradients.uses import Axes, MicroBatch, Use
+from distcockpit.gradients.uses import Axes, Formed, MicroBatch, Use
 from distcockpit.losses import Decomposition, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
@@ -120,6 +120,7 @@ class Captured:
     passes: list[ForwardPass]
     losses: list[LossCall]
     observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
+    formed: Formed = field(default_factory=dict)  # individual gradients that a walk kept
 
     @property
     def weight(self) -> float:
@@ -159,7 +160,12 @@ class Captured:
                     gradient.mul_(factor)
                 else:
                     gradient.zero_()
-        return MicroBatch(self.batch_size, self.uses)
+        return self.batch
+
+    @property
+    def batch(self) -> MicroBatch:
+        """What walks go over; the output gradients mean what they should once they are scaled."""
+        return MicroBatch(self.batch_size, self.uses, self.formed)
 
 
 @dataclass(frozen=True)

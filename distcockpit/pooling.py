@@ -129,6 +129,8 @@ def look(
     update: Update | None,
     curvatures: LocalCurvature,
     forward_seconds: float,
+    *,
+    keeps: bool,
 ) -> dict[str, LocalBatch]:
     """What each of the active quantities sees, by name.
 
@@ -142,13 +144,16 @@ def look(
         update: The update that ended at this step.
         curvatures: Those of this rank's micro-batches.
         forward_seconds: Time in the model's forward.
+        keeps: Whether formed individual gradients are needed once more, when the update that begins here is known.
 
     Raises:
         Exception: What went wrong on this rank; no other rank is left waiting for it.
     """
     exchanges = Exchanges(session, active)
     try:
-        return _look(session, step, pool, captured, arrivals, active, update, curvatures, forward_seconds, exchanges)
+        return _look(
+            session, step, pool, captured, arrivals, active, update, curvatures, forward_seconds, exchanges, keeps
+        )
     except Exception:
         exchanges.give_up()
         raise
@@ -165,6 +170,7 @@ def _look(
     curvatures: LocalCurvature,
     forward_seconds: float,
     exchanges: Exchanges,
+    keeps: bool,
 ) -> dict[str, LocalBatch]:
     setup = session.setup
     batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
@@ -191,7 +197,8 @@ def _look(
     adding = GradientSum(parameters) if SUMS in exchanges.kinds and known is None else None
     blocks = setup.block_elements
     if known is None:
-        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])], blocks)
+        once_more = setup.memory_budget if keeps or active.wants("projections") else 0
+        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])], blocks, once_more)
         statistics = []
     if adding is not None:
         known = adding.flat
@@ -201,7 +208,8 @@ def _look(
     pooled = exchanges.pool(vectors)
     mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
-    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks)
+    once_more = setup.memory_budget if keeps else 0
+    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks, once_more)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
     if update is not None and slopes is not None:

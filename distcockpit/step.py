@@ -14,7 +14,6 @@ from distcockpit.active import Active
 from distcockpit.again import differentiated_again, mixed_up_rows
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
-from distcockpit.gradients.uses import MicroBatch
 from distcockpit.hutchinson import quadratic_forms
 from distcockpit.layers import check_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, look, observed
@@ -278,6 +277,7 @@ class TrackedStep:
             self._update,
             curvatures,
             capture.forward_seconds,
+            keeps=self._starting.wants("update"),
         )
         rows = [q for q in self._active if not self._active.needs[q.name].displacement]
         parts = {
@@ -305,8 +305,7 @@ class TrackedStep:
         )
         if self._values is not None:
             losses = next(iter(seen.values())).losses
-            batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]  # scaled by now
-            kept = batches if self._starting.wants("update") else []
+            kept = [micro.batch.what_is_needed() for micro in captured] if self._starting.wants("update") else []
             displaced = self._starting.with_need("displacement")
             session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
 

@@ -129,9 +129,19 @@ class Use:
         return any(tensor._version != version for tensor, version in self.versions)
 
 
+Formed = dict[str, list[tuple[slice, Tensor]]]
+"""Individual gradients that were formed, by parameter: some samples, and ``[n, *parameter.shape]``."""
+
+
 @dataclass
 class MicroBatch:
     """The uses of one forward pass, with output gradients scaled to those of the individual losses."""
 
     batch_size: int
     uses: list[Use]
+    formed: Formed = field(default_factory=dict)  # what a walk kept for the next one
+
+    def what_is_needed(self) -> MicroBatch:
+        """The same without the uses that no walk needs any more: the individual gradients of theirs were formed."""
+        uses = [use for use in self.uses if any(name not in self.formed for name in use.layer.parameters.values())]
+        return MicroBatch(self.batch_size, uses, self.formed)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.gradients.uses import MicroBatch, Use
+from distcockpit.gradients.uses import Formed, MicroBatch, Use
 
-BLOCK_ELEMENTS = 1 << 20  # 4 MiB of float32: smaller blocks leave matrix products without work for the cores
+BLOCK_ELEMENTS = 1 << 21  # 8 MiB of float32: smaller blocks leave matrix products without work for the cores
 
 
 @torch.no_grad()
@@ -22,6 +22,7 @@ def walk(
     tracked: Sequence[str],
     statistics: Sequence[Statistic],
     block_elements: int = BLOCK_ELEMENTS,
+    keep: int = 0,
 ) -> None:
     """Feed the individual gradients of all tracked parameters to ``statistics``.
 
@@ -36,16 +37,29 @@ def walk(
             zero, and they count.
         statistics: Accumulators; all of them see the same blocks while these are in cache.
         block_elements: Elements of a block, and of what is needed to form it; at least one sample.
+        keep: Bytes of formed individual gradients that may stay in the micro-batches for the next walk.
     """
     if not statistics or not tracked:
         return
-    start = 0
+    start, left = 0, keep
     with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under one
         for batch in batches:
             if batch.batch_size:
-                for uses, names in _grouped(batch, tracked).items():
-                    _Group(uses, names, batch.batch_size, start, values, block_elements).feed(statistics)
+                rest = [name for name in tracked if not _from_formed(name, batch, start, statistics)]
+                for uses, names in _grouped(batch, rest).items():
+                    group = _Group(uses, names, batch.batch_size, start, values, block_elements)
+                    formed = group.feed(statistics, left)
+                    batch.formed.update(formed)
+                    left -= sum(g.numel() * g.element_size() for pieces in formed.values() for _, g in pieces)
             start += batch.batch_size
+
+
+def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
+    """Feed what an earlier walk formed and kept, if it did."""
+    for samples, gradients in batch.formed.get(name, ()):
+        for statistic in statistics:
+            statistic.block(name, gradients, slice(start + samples.start, start + samples.stop))
+    return name in batch.formed
 
 
 class _UseTuple(tuple[Use, ...]):
@@ -89,14 +103,22 @@ class _Group:
         self._values, self._block_elements = values, block_elements
         self._locals = [{n: full for n, full in use.layer.parameters.items() if full in names} for use in uses]
 
-    def feed(self, statistics: Sequence[Statistic]) -> None:
-        """Let every statistic see every sample."""
+    def feed(self, statistics: Sequence[Statistic], keep: int) -> Formed:
+        """Let every statistic see every sample.
+
+        Args:
+            statistics: Accumulators.
+            keep: Bytes of formed individual gradients that may be kept.
+
+        Returns:
+            Those that the next walk should not form again.
+        """
         by_elements = [statistic for statistic in statistics if not statistic.goes_along]
-        left = list(statistics)
-        if not by_elements or not self._forms_blocks(by_elements):
+        left, forms_blocks = list(statistics), bool(by_elements) and self._forms_blocks(by_elements)
+        if not forms_blocks:
             left = [s for s in statistics if not (s.goes_along and self._along(s))]
         if not left:
-            return
+            return {}
         names = list(self._names)
         if len(self._uses) == 1:
             for local, factors in self._uses[0].rule.factors(self._uses[0]).items():
@@ -104,10 +126,19 @@ class _Group:
                 if name is not None and self._from_factors(name, factors, left):
                     names.remove(name)
         if names and self._from_rows(left):
-            return
+            return {}
+        formed: Formed = defaultdict(list)
+        keeps = forms_blocks and bool(self._uses) and self._bytes(names) <= keep
         for samples, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples))
+            if keeps:
+                formed[name].append((samples, gradients))
+        return formed
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        """Of the individual gradients of these parameters."""
+        return self._batch_size * sum(self._values[name].numel() * self._values[name].element_size() for name in names)
 
     def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
         """Whether the larger part of the individual gradients will be formed for these."""

@@ -1,14 +1,15 @@
-"""The kernels on the CPU, with Numba's compiled loops, whose work is shared out among as many threads as torch uses.
+"""The kernels on the CPU, with Numba's compiled loops, whose work is shared out among the threads of torch.
 
-The loops release the GIL. The threads are our own: Numba's parallel loops would begin OpenMP or a work queue in the
-user's process.
+The loops release the GIL and run on the very OpenMP threads that torch's own operations use: after each of these they
+spin, waiting for the next, and any other thread would have to wait for a core. Numba's parallel loops would begin a
+second OpenMP, or a work queue, in the user's process. Where torch has no GNU OpenMP, one thread does it all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from distcockpit.kernels import numba_loops as loops
 
-PER_THREAD = 1 << 20  # elements below which another thread does not pay, while torch's own threads still spin
+PER_THREAD = 100_000  # nanoseconds of work below which another thread does not pay
+
+# Nanoseconds per element, about: what a loop costs that only adds, and one that searches for slots.
+ADDED, COUNTED = 0.2, 2.0
 
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
@@ -31,7 +35,7 @@ def count_block(values: Tensor, limits: Tensor) -> Tensor:
         loops.count_block(flat[part], edges, *scale, counts)
         return counts
 
-    return _shared_out(count, flat.size, 1)
+    return _shared_out(count, flat.size, COUNTED, flat.dtype)
 
 
 def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
                 loops.count_rest(d[part], rows, samples, are_sorted, rest, edges, *scale, counts)
         return counts
 
-    return _shared_out(count, len(d), d.shape[1] * 8 + y.shape[1])
+    return _shared_out(count, len(d), 40 * d.shape[1] + 4 * y.shape[1], y.dtype)
 
 
 def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
@@ -66,7 +70,7 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
         loops.count_block_2d(rows[part], edges, *scale, column, counts)
         return counts
 
-    return _shared_out(count, len(rows), rows.shape[1])
+    return _shared_out(count, len(rows), COUNTED * rows.shape[1], rows.dtype)
 
 
 def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
@@ -81,25 +85,25 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
         loops.count_outer_2d(d[part], y[part], edges, *scale, column, row_counts, counts)
         return counts
 
-    return _shared_out(count, len(d), d.shape[1] * n_columns)
+    return _shared_out(count, len(d), d.shape[1] * (n_columns + y.shape[1] / 4), y.dtype)
 
 
 def add_sums(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, len(rows))
+    _in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]^2`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: loops.add_squares(rows[:, part], total[part]), total.size, len(rows))
+    _in_parts(lambda part: loops.add_squares(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
 
 
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     flat = _rows(values.reshape(-1))
-    total = sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, 1))
+    total = sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, ADDED, flat.dtype))
     return torch.tensor(total, dtype=torch.float64)
 
 
@@ -116,32 +120,65 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     def multiply(part: slice) -> None:
         loops.inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
 
-    _in_parts(multiply, len(rows), rows.shape[1])
+    _in_parts(multiply, len(rows), ADDED * rows.shape[1], rows.dtype)
     return torch.from_numpy(sums)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: int) -> Tensor:
-    """The sum of ``count`` over parts of ``range(n)``, each of whose items costs so many elements."""
-    return torch.from_numpy(sum(_in_parts(count, n, cost)))
+def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: float, dtype: np.dtype) -> Tensor:
+    """The sum of ``count`` over parts of ``range(n)``; the rest as for `_in_parts`."""
+    return torch.from_numpy(sum(_in_parts(count, n, cost, dtype)))
 
 
-def _in_parts(work: Callable[[slice], Any], n: int, cost: int) -> list[Any]:
-    if n * cost < 2 * PER_THREAD:
+def _in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype) -> list[Any]:
+    """What ``work`` returns for parts of ``range(n)``.
+
+    Args:
+        work: Calls a compiled loop on a part.
+        n: How many items there are.
+        cost: Of each, in nanoseconds, about.
+        dtype: For which types of the values the loop is compiled anew.
+    """
+    parts = min(torch.get_num_threads(), int(n * cost) // PER_THREAD, n)
+    # The first call may compile, which is not for a thread with a stack of its own size.
+    if parts < 2 or _openmp() is None or os.getpid() != PROCESS or (work.__code__, dtype) not in COMPILED:
+        COMPILED.add((work.__code__, dtype))
         return [work(slice(0, n))]
-    threads = max(1, min(torch.get_num_threads(), n * cost // PER_THREAD, n))
-    ends = [n * k // threads for k in range(threads + 1)]
-    parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
-    others = [_pool(os.getpid()).submit(work, part) for part in parts[1:]]
-    return [work(parts[0]), *(other.result() for other in others)]
+    ends = [n * k // parts for k in range(parts + 1)]
+    results: list[Any] = [None] * parts
+    errors: list[BaseException] = []
+    left = iter(range(parts))
+
+    def take(_: int | None) -> None:
+        try:
+            for k in left:  # threads take parts until there are none: they may be fewer than asked for
+                results[k] = work(slice(ends[k], ends[k + 1]))
+        except BaseException as error:  # nothing may leave a function that C called
+            errors.append(error)
+
+    called = CALLED(take)
+    _openmp()(ctypes.cast(called, ctypes.c_void_p), None, parts, 0)
+    if errors:
+        raise errors[0]
+    return results
+
+
+PROCESS = os.getpid()  # OpenMP's threads do not live on in a forked one
+COMPILED: set[tuple[Any, np.dtype]] = set()
+CALLED = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """One per process: a forked one has none of the threads."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="distcockpit-kernel")
+def _openmp() -> Any:
+    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP that torch brought, or ``None``."""
+    try:
+        run = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # no such OpenMP; Windows has no such handle
+        return None
+    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return run
 
 
 def _scale(limits: np.ndarray) -> tuple[np.floating, np.floating]:

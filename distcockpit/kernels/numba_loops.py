@@ -13,7 +13,7 @@ import numpy as np
 
 CHUNK = 512  # elements that are looked at together
 WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
-WORTH_SORTING = 4  # pairs of a sample from which on its row is sorted
+WORTH_SORTING = 2  # pairs of a sample from which on its row is sorted
 
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
