@@ -153,13 +153,9 @@ class Captured:
 
     def scaled(self, samples_per_weight: float) -> MicroBatch:
         """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
-        factor = self.scale.unscale * samples_per_weight
+        factor = self.scale.unscale * samples_per_weight if self.weight else 0.0
         for use in self.uses:
-            for gradient in use.output_gradients.values():  # copies of our own
-                if self.weight:
-                    gradient.mul_(factor)
-                else:
-                    gradient.zero_()
+            use.scale(factor)
         return self.batch
 
     @property

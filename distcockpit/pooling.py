@@ -80,9 +80,11 @@ class Exchanges:
         """
         if not self._to_pool:
             return {}
-        parts = [part.double().reshape(-1) for kind in self.kinds for part in vectors[kind]]
-        alone = self._setup.world.size == 1 and len(parts) == 1  # nothing will be added to it in place
-        total = self._pool(parts[0] if alone else torch.cat(parts))
+        parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in self.kinds}
+        if self._setup.world.size == 1:  # nothing will be added in place, so nothing need be copied
+            self._to_pool = False
+            return {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
+        total = self._pool(torch.cat([part for own in parts.values() for part in own]))
         return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
 
     def _pool(self, buffer: Tensor) -> Tensor:

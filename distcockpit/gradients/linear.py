@@ -38,13 +38,13 @@ class LinearRule:
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """``sum_t delta_it x_it^T`` and ``sum_t delta_it``."""
-        delta = use.delta if use.delta.dim() == 2 else use.delta.flatten(1, -2)
+        delta, _ = self._sequences(use)
         weight = self.factors(use)["weight"] if "weight" in names else None
 
         def block(samples: slice) -> dict[str, Tensor]:
             d = delta[samples]
             found = {} if weight is None else {"weight": weight.products(samples)}
-            return found | ({"bias": d if d.dim() == 2 else d.sum(1)} if "bias" in names else {})
+            return found | ({"bias": d[:, 0] if d.shape[1] == 1 else d.sum(1)} if "bias" in names else {})
 
         return block
 
@@ -71,7 +71,11 @@ class LinearRule:
         return 0
 
     def _sequences(self, use: Use) -> tuple[Tensor, Tensor]:
+        if "sequences" in use.found:
+            return use.found["sequences"]
         delta, x = use.delta, use.input
-        if delta.dim() == 2:
-            return delta.unsqueeze(1), x.to(delta.dtype).unsqueeze(1)
-        return delta.flatten(1, -2), x.to(delta.dtype).flatten(1, -2)
+        if delta.dim() > 2 or x.dtype != delta.dtype:  # these may be copies, which should not stay
+            delta, x = (t if t.dim() > 2 else t.unsqueeze(1) for t in (delta, x.to(delta.dtype)))
+            return delta.flatten(1, -2), x.flatten(1, -2)
+        use.found["sequences"] = delta.unsqueeze(1), x.unsqueeze(1)
+        return use.found["sequences"]

@@ -162,6 +162,12 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
     _implementation(values).add_sums(sums, values)
 
 
+def count_nonfinite(values: Tensor) -> Tensor:
+    """How many elements are NaN or infinite; an int64 number."""
+    values = binnable(values)
+    return _implementation(values).count_nonfinite(values)
+
+
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, squared and added in float64; a number."""
     values = binnable(values)

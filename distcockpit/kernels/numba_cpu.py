@@ -24,6 +24,8 @@ PER_THREAD = 100_000  # nanoseconds of work below which another thread does not 
 # Nanoseconds per element, about: what a loop costs that only adds, and one that searches for slots.
 ADDED, COUNTED = 0.2, 2.0
 
+INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
+
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
     """Counts of all elements of ``values``, see the package docstring."""
@@ -43,12 +45,13 @@ def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
     if delta.shape[1] > x.shape[1]:  # the longer side is worth sorting
         delta, x = x, delta
     d, y, edges = _rows(delta), _rows(x), limits.numpy()
+    bits = y.view(INTEGER[y.dtype])
     scale = _scale(edges)
 
     def count(part: slice) -> np.ndarray:
         counts = np.zeros(edges.size + 2, np.int64)
         rest = np.empty(d[part].shape, np.bool_)
-        left = loops.count_near(d[part], y[part], edges, counts, rest)
+        left = loops.count_near(d[part], y[part], bits[part], edges, counts, rest)
         for kind, are_sorted in ((1, False), (2, True)):
             samples = np.flatnonzero(left == kind)
             if samples.size:
@@ -76,13 +79,14 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
 def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
     """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
     d, y, column, edges = _rows(delta), _rows(x), _rows(columns), limits.numpy()
+    bits = y.view(INTEGER[y.dtype])
     scale = _scale(edges)
     flat = column + np.arange(len(column), dtype=column.dtype)[:, None] * n_columns
     row_counts = np.bincount(flat.ravel(), minlength=column.shape[0] * n_columns).reshape(-1, n_columns)
 
     def count(part: slice) -> np.ndarray:
         counts = np.zeros((edges.size + 2, n_columns), np.int64)
-        loops.count_outer_2d(d[part], y[part], edges, *scale, column, row_counts, counts)
+        loops.count_outer_2d(d[part], y[part], bits[part], edges, *scale, column, row_counts, counts)
         return counts
 
     return _shared_out(count, len(d), d.shape[1] * (n_columns + y.shape[1] / 4), y.dtype)
@@ -98,6 +102,13 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]^2`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
     _in_parts(lambda part: loops.add_squares(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
+
+
+def count_nonfinite(values: Tensor) -> Tensor:
+    """How many elements are NaN or infinite."""
+    flat = _rows(values.reshape(-1))
+    count = sum(_in_parts(lambda part: loops.count_nonfinite(flat[part]), flat.size, ADDED, flat.dtype))
+    return torch.tensor(count, dtype=torch.int64)
 
 
 def squared_norm(values: Tensor) -> Tensor:

@@ -49,21 +49,37 @@ def _zero(limits):
 
 
 @_jit
-def _signs(x):
-    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite."""
-    n_negative = n_positive = 0
-    negative_from = positive_from = x.dtype.type(np.inf)
-    negative_to = positive_to = x.dtype.type(0)
-    finite = True
-    for v in x:
-        finite &= abs(v) < np.inf
-        if v > 0:
-            n_positive += 1
-            positive_from, positive_to = min(positive_from, v), max(positive_to, v)
-        elif v < 0:
-            n_negative += 1
-            negative_from, negative_to = min(negative_from, -v), max(negative_to, -v)
-    return finite, (n_negative, negative_from, negative_to, n_positive, positive_from, positive_to)
+def _signs(x, bits, found, magnitudes):
+    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite.
+
+    Positive numbers are in the order of their bits, read as an integer. The smallest and largest of integers are found
+    many at a time, those of floating-point numbers are not.
+
+    Args:
+        x: The row.
+        bits: The same memory as integers.
+        found: Four integers, written to.
+        magnitudes: The same memory as floating-point numbers: smallest, largest negative, smallest, largest positive.
+    """
+    n_finite = n_negative = n_positive = np.int32(0)
+    for i in range(x.size):
+        v = x[i]
+        n_finite = np.int32(n_finite + np.int32(abs(v) < np.inf))
+        n_negative = np.int32(n_negative + np.int32(v < 0))
+        n_positive = np.int32(n_positive + np.int32(v > 0))
+    magnitudes[0] = magnitudes[2] = np.inf
+    zero, no, all_but_sign = bits.dtype.type(0), found[0], bits.dtype.type(np.iinfo(bits.dtype).max)
+    minus_from, minus_to, plus_from, plus_to = no, zero, no, zero
+    for i in range(bits.size):
+        b = bits[i]
+        size = bits.dtype.type(b & all_but_sign)
+        minus_from = min(minus_from, size if b < zero and size > zero else no)
+        minus_to = max(minus_to, size if b < zero else zero)
+        plus_from = min(plus_from, b if b > zero else no)
+        plus_to = max(plus_to, b)
+    found[0], found[1], found[2], found[3] = minus_from, minus_to, plus_from, plus_to
+    signs = (n_negative, magnitudes[0], magnitudes[1], n_positive, magnitudes[2], magnitudes[3])
+    return n_finite == x.size, signs
 
 
 @_jit
@@ -134,6 +150,19 @@ def count_block_2d(values, limits, low, per_width, columns, counts):
 
 
 @_jit
+def count_nonfinite(values):
+    """How many elements of ``values [D]`` are NaN or infinite."""
+    total = 0
+    for first in range(0, values.size, CHUNK):
+        finite = np.int32(0)
+        chunk = values[first : first + CHUNK]
+        for i in range(chunk.size):
+            finite = np.int32(finite + np.int32(abs(chunk[i]) < np.inf))
+        total += chunk.size - finite
+    return total
+
+
+@_jit
 def add_sums(values, sums):
     """Add ``sum_n values[n]`` to ``sums``."""
     for n in range(values.shape[0]):
@@ -181,12 +210,13 @@ def add_squares(values, sums):
 
 
 @_jit
-def count_near(delta, x, limits, counts, rest):
+def count_near(delta, x, bits, limits, counts, rest):
     """Count the pairs (n, o) whose products are all next to zero, and tell which are not.
 
     Args:
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
+        bits: The same memory as integers.
         limits: The thresholds.
         counts: Of slots, added to.
         rest: bool ``[N, O]``: set to whether a pair is left.
@@ -197,8 +227,10 @@ def count_near(delta, x, limits, counts, rest):
     near = _zero(limits)
     zero, below, _, _, _ = near
     left = np.zeros(x.shape[0], np.int8)
+    magnitudes = np.empty(4, x.dtype)
+    found = magnitudes.view(bits.dtype)
     for n in range(x.shape[0]):
-        finite, signs = _signs(x[n])
+        finite, signs = _signs(x[n], bits[n], found, magnitudes)
         n_left = 0
         for o in range(delta.shape[1]):
             d = delta[n, o]
@@ -283,12 +315,13 @@ def count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, coun
 
 
 @_jit
-def count_outer_2d(delta, x, limits, low, per_width, columns, row_counts, counts):
+def count_outer_2d(delta, x, bits, limits, low, per_width, columns, row_counts, counts):
     """Where all products of a pair are next to zero, the larger part is counted by row, and only the rest is visited.
 
     Args:
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
+        bits: The same memory as integers.
         limits: The thresholds.
         low: For `_slot`.
         per_width: For `_slot`.
@@ -299,10 +332,12 @@ def count_outer_2d(delta, x, limits, low, per_width, columns, row_counts, counts
     near = _zero(limits)
     zero, below, _, _, _ = near
     width = x.shape[1]
+    magnitudes = np.empty(4, x.dtype)
+    found = magnitudes.view(bits.dtype)
     minus, others = np.empty(width, np.int32), np.empty(width, np.int32)
     plus, not_plus = np.empty(width, np.int32), np.empty(width, np.int32)
     for n in range(x.shape[0]):
-        finite, signs = _signs(x[n])
+        finite, signs = _signs(x[n], bits[n], found, magnitudes)
         a = b = c = e = 0
         for i in range(width):
             if x[n, i] < 0:

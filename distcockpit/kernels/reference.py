@@ -60,6 +60,11 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
     sums += values.sum(0, dtype=torch.float64)
 
 
+def count_nonfinite(values: Tensor) -> Tensor:
+    """How many elements are NaN or infinite."""
+    return values.numel() - values.isfinite().sum()
+
+
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()

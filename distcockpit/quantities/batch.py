@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -92,8 +92,8 @@ class Model:
         return [label(path) for path in self.layers]
 
 
-class ByParameter(dict[str, Tensor]):
-    """Parts of one vector, by parameter and in its shape.
+class ByParameter(Mapping[str, Tensor]):
+    """Parts of one vector, by parameter and in its shape; cut when they are asked for.
 
     Args:
         flat: The vector, ``[P]``.
@@ -101,9 +101,21 @@ class ByParameter(dict[str, Tensor]):
     """
 
     def __init__(self, flat: Tensor, like: Mapping[str, Tensor]) -> None:
-        self.flat = flat
-        parts = flat.split([p.numel() for p in like.values()])
-        super().__init__({name: part.view(p.shape) for (name, p), part in zip(like.items(), parts, strict=True)})
+        self.flat, self._like = flat, like
+
+    @cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        parts = self.flat.split([p.numel() for p in self._like.values()])
+        return {name: part.view(p.shape) for (name, p), part in zip(self._like.items(), parts, strict=True)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ SECONDS = {
 
 SHOWN = 3  # ranks that a notice names
 
-ONE_BIN = np.array([-1.0, 1.0])
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth(Quantity):
@@ -74,10 +72,10 @@ class RankHealth(Quantity):
         """This rank's slots."""
         outputs = ((path, extremes) for micro in batch.observed for path, extremes in micro)
         gradients = ((path, _extremes(gradient)) for path, gradient in batch.backward)
-        losses = _count_nonfinite(batch.losses)
+        losses = kernels.count_nonfinite(batch.losses)
         counts = [
-            losses if batch.loss is None else torch.maximum(losses, _count_nonfinite(batch.loss)),
-            _count_nonfinite(batch.gradient_sums.flat),
+            losses if batch.loss is None else torch.maximum(losses, kernels.count_nonfinite(batch.loss)),
+            kernels.count_nonfinite(batch.gradient_sums.flat),
             _first(outputs, list(batch.model.leaves), batch),
             _first(gradients, list(batch.model.layers), batch),
         ]
@@ -115,11 +113,6 @@ class RankHealth(Quantity):
             shown.append(f"rank {rank}" + (f" (first {', first '.join(places)})" if places else ""))
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         return f"numbers that are not finite on {', '.join(shown)}{more}."
-
-
-def _count_nonfinite(values: Tensor) -> Tensor:
-    slots = kernels.count_block(values, ONE_BIN)
-    return (slots[0] + slots[-2] + slots[-1]).double()
 
 
 def _extremes(values: Tensor) -> Tensor:
