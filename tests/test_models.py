@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
+from distcockpit.gradients import generic
 from distcockpit.quantities import (
     GradHist1d,
     InnerTest,
@@ -120,10 +121,63 @@ def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict
 @pytest.mark.parametrize(
     "name, sharding", [(name, k) for name, case in CASES.items() for k in SHARDINGS if case.ranks or k == "one"]
 )
-def test_model(ranks: Ranks, tmp_path: Path, name: str, sharding: str) -> None:
+def test_model(ranks: Ranks, tmp_path: Path, monkeypatch: Any, name: str, sharding: str) -> None:
+    monkeypatch.setattr(generic, "FEW", 2)  # so that in one process, parts of the batch are run
     routes = check(name, ranks, str(tmp_path / "run"), SHARDINGS[sharding])
     slow = tuple(sorted(p for p, route in routes.items() if route == "slow exact fallback"))
     assert slow == CASES[name].slow
+
+
+class Notes:
+    """Batch sizes; no list, so that it is not among what replays restore."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+
+class Gated(nn.Module):
+    """A parameter of its own, attention with another layout, and random numbers."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.3)
+        self.gate, self.notes = gate, Notes()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes.sizes.append(len(x))
+        z = (x * self.scale).transpose(0, 1)
+        z = self.attention(z, z, z, need_weights=False)[0].transpose(0, 1)
+        if self.gate == "noise":
+            return z * torch.rand(len(x), 1, 6, dtype=x.dtype)
+        if self.gate == "size of the batch":
+            return z * len(x)
+        return nn.functional.dropout(z, 0.4, self.training)
+
+
+@pytest.mark.parametrize("gate", ["dropout", "noise", "size of the batch"])
+def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
+    """Parts of the batch get its random numbers; what depends on the size of the batch is not cut."""
+    torch.manual_seed(0)
+    n, gated, expected = 19, Gated(gate).double(), []
+    net = nn.Sequential(gated, nn.Flatten(), nn.Linear(24, 5)).double()
+    x, y, loss_fn = torch.randn(n, 4, 6, dtype=torch.float64), torch.arange(n) % 5, nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        for step in range(5):  # the last one checks nothing
+            torch.manual_seed(step)
+            losses = nn.functional.cross_entropy(net(x), y, reduction="none")
+            after = torch.rand(3)
+            rows = [torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for loss in losses]
+            expected.append([sum(row[k].square().sum() for row in rows) / n for k in range(len(rows[0]))])
+            torch.manual_seed(step)
+            gated.notes.sizes.clear()
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+            assert torch.equal(torch.rand(3), after), "the random numbers of the run are others"
+    cuts = [size for size in gated.notes.sizes if size < n]
+    assert cuts == ([] if gate == "size of the batch" else [8, 8, 3]), gated.notes.sizes
+    found = open_run(tmp_path / "run")["moments"]["mean_of"].values
+    np.testing.assert_allclose(found, np.array(expected), rtol=1e-9)
 
 
 def test_the_readme_says_what_works() -> None:
