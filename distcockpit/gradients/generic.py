@@ -182,16 +182,19 @@ def _tried(use: Use, again: _Again) -> _Cut:
     """Whether the module, run on each few samples, gives what it gives for the whole batch."""
     drawn = _Drawn(_size(use))
     whole = again(use.args, use.kwargs, drawn)
-    draws = bool(drawn.kept)
     low = use.autocast is not None or any(z.dtype in (torch.float16, torch.bfloat16) for z in whole.values())
-    try:
-        for few in _pieces(slice(0, _size(use))):
-            part = again.on(few, drawn if draws else None)
-            if not all(_is_close(part[p], z[few], 3e-2 if low else 1e-3) for p, z in whole.items()):
-                return _Cut(works=False)
-    except Exception:  # it cannot be run on a part, whatever it says
-        return _Cut(works=False)
-    return _Cut(works=True, draws=draws)
+
+    def agrees(few: slice, draws: bool) -> bool:
+        part = again.on(few, drawn if draws else None)
+        return all(_is_close(part[p], z[few], 3e-2 if low else 1e-3) for p, z in whole.items())
+
+    for draws in (False, True) if drawn.kept else (False,):  # attention counts as drawing even where nothing is dropped
+        try:
+            if all(agrees(few, draws) for few in _pieces(slice(0, _size(use)))):
+                return _Cut(works=True, draws=draws)
+        except Exception:  # it cannot be run on a part, whatever it says
+            break
+    return _Cut(works=False)
 
 
 class _Drawn(TorchDispatchMode):
