@@ -3,6 +3,7 @@
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
     python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8: one slow route
+    python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64: two slow routes
 
 One process. All loops are interleaved in rounds, so that a drift of the machine hits all alike; the table shows medians
 over rounds of the ratio to the plain steps of the same round, and quartiles. "plain again" is the same as plain: its
@@ -26,6 +27,7 @@ from distcockpit import presets
 
 PERIOD = 16
 EVERY_PERIOD = f"economy, every {PERIOD}th step"
+SLOW = {"gpt2": ["*.wpe"], "vit": [""]}  # layers with slow routes, of models that are no chains
 
 
 def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
@@ -42,9 +44,9 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
         found[name] = Loop(*fresh(), folder / name, VARIANTS[name])
     if "economy" in names:
         found[EVERY_PERIOD] = Loop(*fresh(), folder / "period", presets.economy(), PERIOD)
-    if kind == "gpt2" and "economy" in names:
-        found["economy, no slow route"] = Loop(*fresh(), folder / "fast", presets.economy(), exclude=["*.wpe"])
-    if kind != "gpt2" and has_cockpit():
+    if kind in SLOW and "economy" in names:
+        found["economy, no slow route"] = Loop(*fresh(), folder / "fast", presets.economy(), exclude=SLOW[kind])
+    if kind not in SLOW and has_cockpit():
         for name in set(COCKPITS).intersection(names):
             found[f"Cockpit: {name}"] = CockpitLoop(*fresh(), name)
     return found
@@ -52,14 +54,14 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt2"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt2", "vit"], default="mlp")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each loop in a round, at least one step")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of Cockpit's, about BackPACK's hooks
-    names = args.only or [name for name in VARIANTS if args.model != "gpt2" or name not in CHAINS_ONLY]
+    names = args.only or [name for name in VARIANTS if args.model not in SLOW or name not in CHAINS_ONLY]
     with tempfile.TemporaryDirectory() as folder:
         running = loops(args.model, Path(folder), names)
         steps = {}

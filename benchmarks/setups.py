@@ -59,6 +59,24 @@ class Gpt2(nn.Module):
         return self.head(self.body(x).last_hidden_state[:, -1])
 
 
+class VisionTransformer(nn.Module):
+    """A class token and positions of its own, which take a slow route, and dropout."""
+
+    def __init__(self, patches: int = 16, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Linear(48, width)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores from the class token."""
+        z = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.positions
+        return self.head(self.body(z)[:, 0])
+
+
 def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
     """A model and a batch."""
     if kind == "mlp":
@@ -66,6 +84,8 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(*layers), torch.rand(128, 784)
     if kind == "gpt2":
         return Gpt2(), torch.randint(67, (8, 48))
+    if kind == "vit":
+        return VisionTransformer(), torch.rand(64, 16, 48)
     layers, channels = [], 3
     for out, kernel, padding in ((64, 5, 0), (96, 3, 0), (128, 3, 1)):
         layers += [nn.Conv2d(channels, out, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)]

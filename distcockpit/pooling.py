@@ -232,7 +232,7 @@ def _look(
         gradient_sums=sums,
         mean_gradient=mean,
         mean_squared=kernels.squared_norms(list(mean.values())) if mean else nothing,
-        squared_norms=nothing if norms is None else torch.stack(list(norms.values.values())),
+        squared_norms=nothing if norms is None else norms.flat,
         projections=nothing if onto is None else onto.values,
         shard=Shard(
             mean=mean.flat[mine],

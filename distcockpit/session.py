@@ -123,6 +123,7 @@ class Session:
     check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
+    _keeps_initial: bool = False
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
     _logs_handed_on: float = 0.0
@@ -133,6 +134,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.actives = Actives(self.setup.quantities)
+        self._keeps_initial = self.setup.world.rank == 0 and any(q.needs.initial for q in self.setup.quantities)
         self.check = SelfCheck(dict(self.setup.tracked))
         self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
         atexit.register(self.close, orderly=False)
@@ -158,7 +160,7 @@ class Session:
             )
         self.clock.enter()
         self.inside, self._last_step = tracked, step
-        if not self.initial and any(q.needs.initial for q in self.setup.quantities) and self.setup.world.rank == 0:
+        if self._keeps_initial and not self.initial:
             self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
 
     def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:

@@ -140,10 +140,12 @@ class SquareSum(Statistic):
 
 
 class SquaredNorms(Statistic):
-    """``sum_i |g_i|^2``: one number per parameter, ``values``, float64, for the reason given in `SquareSum`."""
+    """``sum_i |g_i|^2``: one number per parameter, ``values``, together ``flat``; float64, for the reason in `SquareSum`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.values = {n: torch.zeros((), dtype=torch.float64, device=p.device) for n, p in parameters.items()}
+        device = next((p.device for p in parameters.values()), None)
+        self.flat = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        self.values = dict(zip(parameters, self.flat.unbind(), strict=True))
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""

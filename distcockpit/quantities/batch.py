@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -261,8 +260,8 @@ class LocalBatch:
             needs: What it may read.
             its_own: Attributes that differ between quantities.
         """
-        seen = copy.copy(self)
-        vars(seen).update(its_own)
+        seen = object.__new__(type(self))  # copy.copy takes five times as long
+        vars(seen).update(vars(self), **its_own)
         for name in _not_asked_for(needs):
             del vars(seen)[name]
         return seen
@@ -278,8 +277,10 @@ class LocalBatch:
     def vector(self, values: Sequence[Tensor | float]) -> Tensor:
         """Numbers as float64 ``[len(values)]`` on the model's device, without waiting for the device."""
         device = next(iter(self.parameters.values())).device
+        if not any(isinstance(value, Tensor) for value in values):
+            return torch.tensor(values, dtype=torch.float64, device=device)
         parts = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+        return torch.stack(parts)
 
     def slot(self, value: Tensor | float) -> Tensor:
         """A fact of this rank, as a sum: ``[world_size, *value.shape]``, zero in the slots of the others."""
