@@ -140,7 +140,7 @@ class SquareSum(Statistic):
 
 
 class SquaredNorms(Statistic):
-    """``sum_i |g_i|^2``: one number per parameter, ``values``, together ``flat``; float64, for the reason in `SquareSum`."""
+    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64 for the reason in `SquareSum`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         device = next((p.device for p in parameters.values()), None)
