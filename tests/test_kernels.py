@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +52,8 @@ def test_counts_as_numpy(kernel, bins: int, range: tuple[float, float], dtype: t
     np.testing.assert_array_equal(counts[-3:], beyond)
     assert counts.sum() == values.size and counts[-1] > 0
     np.testing.assert_array_equal(counts, kernel.count_block(products, limits))
+    np.testing.assert_array_equal(np.bincount(kernel.slots(products, limits).flatten(), minlength=len(counts)), counts)
+    assert kernel.count_nonfinite(products) == (~np.isfinite(values)).sum() > 0
     two = kernel.count_outer_2d(delta, x, limits, columns, 4)
     np.testing.assert_array_equal(two, kernel.count_block_2d(products.flatten(1), limits, columns.flatten(), 4))
     for column in np.arange(4):
@@ -72,6 +78,7 @@ def test_any_range_and_values(low: float, width: float, bins: int, values: list[
     limits = kernels.thresholds(edges, torch.float32)
     expected = reference.count_block(tensor, limits)
     np.testing.assert_array_equal(expected, numba_cpu.count_block(tensor, limits))
+    np.testing.assert_array_equal(reference.slots(tensor, limits), numba_cpu.slots(tensor, limits))
     kept = tensor.double().numpy()
     kept = kept[np.isfinite(kept)]
     assert expected[2:-3].sum() == ((kept >= low) & (kept <= high)).sum()
@@ -161,6 +168,45 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
         values = (delta, x, limits, columns) if "outer" in kernel_2d else (products, limits, columns.flatten())
         found, expected = (getattr(kernel, kernel_2d)(*values, 5) for kernel in (numba_cpu, reference))
         np.testing.assert_array_equal(found, expected)
+
+
+def numbers_and_threads(n: int) -> list[tuple[range, int]]:
+    """What parts of the work there were, and on which thread."""
+
+    def work(part: slice) -> tuple[range, int]:
+        if part.start:
+            time.sleep(0.05)  # so that others take the other parts
+        return range(part.start, part.stop), threading.get_ident()
+
+    numba_cpu.COMPILED.add((work.__code__, np.dtype(np.float32)))
+    return numba_cpu._in_parts(work, n, numba_cpu.PER_THREAD, np.dtype(np.float32))
+
+
+def test_the_threads_of_torch_take_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    parts = numbers_and_threads(10)
+    assert [number for numbers, _ in parts for number in numbers] == list(range(10)) and len(parts) == 3
+    assert len({thread for _, thread in parts}) > 1 and threading.get_ident() in {thread for _, thread in parts}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert len(numbers_and_threads(10)) == 1
+
+
+def test_a_fault_on_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(part: slice) -> None:
+        raise ZeroDivisionError(f"{part.start}")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    numba_cpu.COMPILED.add((work.__code__, np.dtype(np.float32)))
+    with pytest.raises(ZeroDivisionError):
+        numba_cpu._in_parts(work, 10, numba_cpu.PER_THREAD, np.dtype(np.float32))
+
+
+def test_a_forked_process_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's threads are not there in it, and waiting for them would take for ever."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert len(numbers_and_threads(10)) == 3
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert len(pool.apply_async(numbers_and_threads, (10,)).get(30)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

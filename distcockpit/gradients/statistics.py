@@ -140,7 +140,7 @@ class SquareSum(Statistic):
 
 
 class SquaredNorms(Statistic):
-    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64 for the reason in `SquareSum`."""
+    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64, as in `SquareSum`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         device = next((p.device for p in parameters.values()), None)
@@ -281,7 +281,7 @@ class Histogram2d(Statistic):
     def __init__(self, edges: tuple[np.ndarray, np.ndarray], parameters: Mapping[str, Tensor]) -> None:
         self.gradient_edges = edges[0]
         self.n_columns = len(edges[1]) - 1 + kernels.OUTSIDE
-        self.columns = {name: kernels.slots(p, edges[1]).int() for name, p in parameters.items()}
+        self.columns = {name: kernels.slots(p, edges[1]) for name, p in parameters.items()}
         self.counts: dict[str, Tensor | int] = dict.fromkeys(parameters, 0)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:

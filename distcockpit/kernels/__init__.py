@@ -81,9 +81,9 @@ def binnable(values: Tensor) -> Tensor:
 
 
 def slots(values: Tensor, edges: np.ndarray) -> Tensor:
-    """Slot number of every value: int64, the shape of ``values``."""
+    """Slot number of every value: int32, the shape of ``values``."""
     values = binnable(values)
-    return reference.slots(values, thresholds(edges, values.dtype).to(values.device))
+    return _implementation(values).slots(values, thresholds(edges, values.dtype).to(values.device)).int()
 
 
 def slot_of_zero(edges: np.ndarray) -> int:

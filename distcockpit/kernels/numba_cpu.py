@@ -27,6 +27,14 @@ ADDED, COUNTED = 0.2, 2.0
 INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
 
 
+def slots(values: Tensor, limits: Tensor) -> Tensor:
+    """Slot number of every value, int32."""
+    edges, flat = limits.numpy(), _rows(values.reshape(-1))
+    numbers, scale = np.empty(flat.size, np.int32), _scale(edges)
+    _in_parts(lambda part: loops.slots(flat[part], edges, *scale, numbers[part]), flat.size, COUNTED, flat.dtype)
+    return torch.from_numpy(numbers).view(values.shape)
+
+
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
     """Counts of all elements of ``values``, see the package docstring."""
     edges, flat = limits.numpy(), values.reshape(-1).numpy()

@@ -37,6 +37,13 @@ def _slot(v, limits, low, per_width):
 
 
 @_jit
+def slots(values, limits, low, per_width, numbers):
+    """Slots of ``values [D]``, into ``numbers [D]``."""
+    for i in range(values.size):
+        numbers[i] = _slot(values[i], limits, low, per_width)
+
+
+@_jit
 def _zero(limits):
     """The slot of zero, and that of small negative numbers, each with the interval ``[start, end)`` that is its own."""
     k = 0
