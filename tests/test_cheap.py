@@ -19,6 +19,7 @@ from train import everything
 
 from distcockpit import DistCockpit, every, kernels, open_run, presets
 from distcockpit import quantities as q
+from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.store import RunStore
 
 # What makes the host wait for a device: a value is read, or the shape of a result depends on values.
@@ -189,6 +190,50 @@ def test_memory_budget_bounds_blocks_and_changes_no_number(tmp_path: Path) -> No
     for norm_test, squares in seen.values():
         np.testing.assert_allclose(norm_test, oracle.norm_test(batch), rtol=1e-4)
         np.testing.assert_allclose(squares, seen[5][1], rtol=1e-6)
+
+
+def test_what_is_formed_once_serves_all_walks(tmp_path: Path, monkeypatch: Any) -> None:
+    """Variances, the projection on G, and at the next step that on the update; two micro-batches of unequal size."""
+    asked: list[str] = []
+
+    def counted(rule: Any, use: Any, names: Any, values: Any, blocks: Any = ConvolutionRule.blocks) -> Any:
+        asked.append(use.layer.path)
+        return blocks(rule, use, names, values)
+
+    def counted_along(rule: Any, use: Any, direction: Any, along: Any = ConvolutionRule.along) -> Any:
+        asked.append(f"along {use.layer.path}")
+        return along(rule, use, direction)
+
+    monkeypatch.setattr(ConvolutionRule, "blocks", counted)
+    monkeypatch.setattr(ConvolutionRule, "along", counted_along)
+    panel = [q.Alpha(), q.OrthoTest(), q.InnerTest(), q.NormTest(), q.GradHist1d(), q.MeanGSNR()]
+    rows, calls, first = {}, {}, 5 * 4 * (4 * 2 * 9 + 4)  # bytes of all individual gradients of the first layer
+    for budget in ("256MiB", first, 1):
+        torch.manual_seed(0)
+        body = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(12, 3)]
+        net, loss_fn, store = nn.Sequential(*body), nn.CrossEntropyLoss(reduction="sum"), tmp_path / f"{budget}"
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with DistCockpit(
+            net, loss_fn, store=store, quantities=panel, schedule=every(1), memory_budget=budget
+        ) as cockpit:
+            for step in range(6):
+                x, y = data(step)
+                optimizer.zero_grad()
+                asked.clear()
+                with cockpit.track(step):
+                    for part in (slice(0, 3), slice(3, 5)):
+                        loss_fn(cockpit(x[part]), y[part]).backward()
+                optimizer.step()
+        calls[budget] = sorted(asked)  # of a step that checks nothing
+        run = open_run(store)
+        rows[budget] = {p.name: {k: v.values for k, v in run[p.name].items() if k != "wall_time"} for p in panel}
+    assert calls["256MiB"] == ["0"] * 2 + ["2"] * 2
+    assert calls[first] == ["0"] * 2 + ["2"] * 2 + ["along 2"] * 4
+    assert calls[1] == ["0"] * 2 + ["2"] * 2 + ["along 0"] * 4 + ["along 2"] * 4
+    for other in (rows[first], rows[1]):
+        for name, fields in rows["256MiB"].items():
+            for key, values in fields.items():
+                np.testing.assert_allclose(other[name][key], values, rtol=2e-4, atol=1e-7, err_msg=f"{name}/{key}")
 
 
 @pytest.mark.parametrize("budget", ["", "lots", "-1MiB", 0, -5, "0", "12XB", "1e9"])
