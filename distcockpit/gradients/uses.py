@@ -93,7 +93,7 @@ class Use:
     call: int  # how often the module was called before in the pass
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
-    found: dict[str, Any] = field(default_factory=dict)  # what the rule worked out, until the output gradients change
+    found: dict[str, Any] = field(default_factory=dict)  # views that the rule worked out
 
     @property
     def delta(self) -> Tensor:
@@ -118,11 +118,9 @@ class Use:
                 as_it_was = gradient.movedim(0, self.axes[position] or 0)
                 self.output_gradients[position] = as_it_was.movedim(axes[position] or 0, 0)
         self.axes = axes
-        self.found.clear()
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply the output gradients, which are copies of our own; zero is exactly zero, whatever they are."""
-        self.found.clear()
         for gradient in self.output_gradients.values():
             if isinstance(factor, float) and not factor:
                 gradient.zero_()

@@ -29,6 +29,8 @@ try:
 except ImportError:  # the extra "fast" is not installed
     numba_cpu = None  # type: ignore[assignment]
 
+BINNED = (torch.float32, torch.float64)
+
 OUTSIDE = 5
 """How many slots there are beside the bins."""
 
@@ -77,7 +79,8 @@ def _thresholds(edge_bytes: bytes, dtype: torch.dtype) -> Tensor:
 
 def binnable(values: Tensor) -> Tensor:
     """``values`` in a type that is binned directly: float64 stays, everything else becomes float32 (exact)."""
-    return values.detach() if values.dtype == torch.float64 else values.detach().float()
+    values = values.detach() if values.requires_grad else values
+    return values if values.dtype in BINNED else values.float()
 
 
 def slots(values: Tensor, edges: np.ndarray) -> Tensor:
@@ -202,4 +205,4 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
 
 
 def _implementation(values: Tensor) -> ModuleType:
-    return numba_cpu if numba_cpu is not None and values.device.type == "cpu" else reference
+    return numba_cpu if numba_cpu is not None and values.is_cpu else reference
