@@ -198,6 +198,7 @@ class Capture:
                 axes=axes,
                 shapes=shapes,
                 call=call,
+                drew=before.random_state is not None and before.random_state.torch_drew(),
             )
             self._pass.uses.append(use)
             self._observe(use, output)

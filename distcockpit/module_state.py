@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrize
 STRUCTURE = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: its hooks, parameters, children
 CONTAINERS = (list, dict, set, deque)
 LARGE = 1 << 22  # elements from which a tensor is not copied
+FEW = 100  # items of a container up to which what they hold is copied as well
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,17 @@ def _install(module: nn.Module, attributes: dict[str, Any]) -> None:
     vars(module).update(attributes)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 3) -> Any:
     """A copy of what a forward pass may write to in place."""
     if type(value) in CONTAINERS:
+        if depth and len(value) < FEW:
+            if type(value) is dict:
+                return {key: _copied(each, depth - 1) for key, each in value.items()}
+            if type(value) is list:
+                return [_copied(each, depth - 1) for each in value]
         return copy.copy(value)
+    if type(value) is np.ndarray and value.size < LARGE:
+        return value.copy()
     if type(value) is Tensor and value.numel() < LARGE:
         return value.detach().clone() if value.grad_fn is None else value
     return value

@@ -30,6 +30,16 @@ class RandomState:
             return cls(torch.get_rng_state())
         return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
 
+    def torch_drew(self) -> bool:
+        """Whether torch drew numbers since this state was taken."""
+        now = [torch.get_rng_state()]
+        if self.device is not None:
+            now.append(torch.get_device_module(self.device).get_rng_state(self.device))
+        before = (self.cpu, self.accelerator)
+        return any(
+            a is not None and a.numpy().tobytes() != b.numpy().tobytes() for a, b in zip(before, now, strict=False)
+        )
+
     def restore(self) -> None:
         """Make this the present state."""
         torch.set_rng_state(self.cpu)

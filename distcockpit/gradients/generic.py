@@ -1,32 +1,45 @@
 """Any other module: run it again, batched, and pull back output gradients masked to single samples.
 
 To pull back the gradient of one sample takes as long as the batch that the module was run on. So it is run on a few
-samples at a time, with their part of the random numbers of the whole batch, where that gives what the whole batch gave.
+samples at a time, with their part of the random numbers of the batch, where that gives what the whole batch gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from distcockpit.gradients import parts
 from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.parts import Drawn
 from distcockpit.gradients.uses import Blocks, Use
 from distcockpit.rng import unchanged
 from distcockpit.trees import map_tensors, tensors
 
-FEW = 8  # samples that a module is run on together: fewer leave less to do for nothing, more have less overhead
+logger = logging.getLogger(__name__)
 
 Outputs = dict[int, Tensor]
 """By position among the tensors of an output, with the batch axis in front."""
+
+Route = Callable[[slice], list[Tensor]]
+"""Maps a range of samples to their individual gradients, parameter by parameter."""
+
+
+@dataclass
+class _Verdict:
+    """Whether a module can be run on parts of the batch; asked again at the 1st, 2nd, 4th, 8th, ... call."""
+
+    calls: int = 0
+    works: bool = False
 
 
 class GenericRule:
@@ -35,7 +48,7 @@ class GenericRule:
     description = "generic blocks"
 
     def __init__(self) -> None:
-        self._cuts: WeakKeyDictionary[Module, dict[object, _Cut]] = WeakKeyDictionary()
+        self._verdicts: WeakKeyDictionary[Module, dict[object, _Verdict]] = WeakKeyDictionary()
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """None."""
@@ -48,46 +61,36 @@ class GenericRule:
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """One batched backward per few samples; every forward has the random state of the original call."""
         again = _Again(use, names, values)
-        cut = self._how_to_cut(use, again)
-        drawn = _Drawn(_size(use)) if cut.draws else None
-        whole = {} if cut.works and not drawn else again(use.args, use.kwargs, drawn)
-
-        def pulled_back(outputs: Outputs, among: slice, rows: Tensor) -> Sequence[Tensor]:
-            reached = {p: z for p, z in outputs.items() if z.requires_grad}
-            masked = [_one_sample_each(use.output_gradients[p][among].to(z.dtype), rows) for p, z in reached.items()]
-            with _as_it_was(use):  # hooks of the user's on tensors write to modules
-                found = again.pull_back(list(reached.values()), masked) if reached else [None] * len(names)
-            return [
-                leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
-                for leaf, gradient in zip(again.leaves, found, strict=True)
-            ]
+        route, works = (again.in_parts(), True) if self._works_in_parts(use, again) else (again.whole(), False)
 
         def block(samples: slice) -> dict[str, Tensor]:
-            nonlocal cut, whole
-            rows = torch.arange(samples.start, samples.stop, device=again.device)
-            if cut.works:
-                try:
-                    parts = [
-                        pulled_back(again.on(few, drawn), few, rows[: few.stop - few.start] - samples.start)
-                        for few in _pieces(samples)
-                    ]
-                    return {name: torch.cat(found) for name, *found in zip(names, *parts, strict=True)}
-                except Exception:  # this call is unlike the one that was tried
-                    cut, whole = _Cut(works=False), again(use.args, use.kwargs)
-            return dict(zip(names, pulled_back(whole, slice(None), rows), strict=True))
+            nonlocal route, works
+            try:
+                return dict(zip(names, route(samples), strict=True))
+            except Exception:
+                if not works:
+                    raise
+                route, works = again.whole(), False  # this call is unlike the one that was tried
+                return dict(zip(names, route(samples), strict=True))
 
         return block
 
-    def _how_to_cut(self, use: Use, again: _Again) -> _Cut:
-        """Whether the module gives for a part of the batch what it gives for the whole; asked once for a way to cut."""
-        if _size(use) <= FEW:
-            return _Cut(works=False)
-        axes = tuple(_batch_axis(use, tensor) for tensor in tensors((use.args, use.kwargs)))
-        call = (axes, tuple(use.training.values()), use.autocast)
-        known = self._cuts.setdefault(use.layer.module, {})
-        if call not in known:
-            known[call] = _tried(use, again)
-        return known[call]
+    def _works_in_parts(self, use: Use, again: _Again) -> bool:
+        if parts.batch_size(use) <= parts.FEW:
+            return False
+        call = (parts.batch_axes(use), tuple(use.training.values()), use.autocast, use.drew)
+        verdict = self._verdicts.setdefault(use.layer.module, {}).setdefault(call, _Verdict())
+        verdict.calls += 1
+        if verdict.calls & (verdict.calls - 1) == 0:
+            before, verdict.works = verdict.works, again.works_in_parts()
+            if before and not verdict.works:
+                name = f"'{use.layer.path}' ({type(use.layer.module).__name__})"
+                logger.warning(
+                    "distcockpit: %s does not treat parts of a batch as it treats the whole any more; rows since the "
+                    "last check may be wrong. It is run on the whole batch now, which is exact, and slower.",
+                    name,
+                )
+        return verdict.works
 
     def rows(self, use: Use, samples: slice) -> None:
         """Not of few rows."""
@@ -111,141 +114,111 @@ class _Again:
         layer, module = use.layer, use.layer.module
         leaves = {layer.parameters[name]: _plain(values[layer.parameters[name]]).clone() for name in names}
         tensor_of = {full: leaves[full] if full in leaves else _plain(values[full]) for full in layer.names.values()}
-        self.leaves = [leaf.requires_grad_() for leaf in leaves.values()]
-        self.device, self.pull_back = self.leaves[0].device, _PullBack(self.leaves)
-        self._use, self._module = use, module
+        self._leaves = [leaf.requires_grad_() for leaf in leaves.values()]
+        self._device, self._pull_back = self._leaves[0].device, _PullBack(self._leaves)
+        self._use, self._module, self._size = use, module, parts.batch_size(use)
         self._state = {
             slot: tensor_of[layer.names[slot]] for slot in slots(module, "_parameters") if slot in layer.names
         }
-        buffers = {name: id(buffer) for name, buffer in module.named_buffers() if name in use.buffers}
-        names_of = {address: name for name, address in buffers.items()}
+        names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.buffers}
         places = slots(module, "_buffers")
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
 
-    def on(self, few: slice, drawn: _Drawn | None) -> Outputs:
-        """The same on some samples, with their part of what was drawn for all."""
-        return self(*_cut(self._use, few), drawn and drawn.for_part(few))
+    def whole(self) -> Route:
+        """From the whole batch at once."""
+        outputs = self._run(self._use.args, self._use.kwargs)
+        return lambda samples: self._pulled_back(outputs, slice(None), samples.start, samples.stop)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: _Drawn | None = None) -> Outputs:
+    def in_parts(self) -> Route:
+        """From a few samples at a time; NaN for samples whose outputs are not what they are in the whole batch."""
+        drawn = Drawn(self._size) if self._use.drew else None
+        expected = self._run(self._use.args, self._use.kwargs, drawn, with_graph=False)
+        low = self._use.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
+        latest: dict[int, Outputs] = {}  # by the start of the piece: one sample at a time may be asked for
+
+        def gradients(samples: slice) -> list[Tensor]:
+            found = []
+            for piece in parts.pieces(samples, self._size):
+                if piece.start not in latest:
+                    latest.clear()
+                    mine = drawn and drawn.for_part(piece)
+                    latest[piece.start] = self._run(*parts.inputs_of(self._use, piece), mine)
+                outputs = latest[piece.start]
+                first, last = max(samples.start, piece.start) - piece.start, min(samples.stop, piece.stop) - piece.start
+                rows = {p: z[piece] for p, z in expected.items()}
+                agree = parts.rows_agree(outputs, rows, 3e-2 if low else 1e-3)[first:last]
+                found.append([
+                    torch.where(agree.view(-1, *[1] * (gradient.dim() - 1)), gradient, torch.nan)
+                    for gradient in self._pulled_back(outputs, piece, first, last)
+                ])
+            return [torch.cat(gradient) for gradient in zip(*found, strict=True)]
+
+        return gradients
+
+    def works_in_parts(self) -> bool:
+        """Whether the first and the last part have the individual gradients that they have in the whole batch."""
+        try:
+            by_parts, whole = self.in_parts(), self.whole()
+            pieces = parts.pieces(slice(0, self._size), self._size)
+            for piece in (pieces[0], pieces[-1]):
+                expected = whole(piece)
+                size = max(float(g.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for g in expected)
+                for a, b in zip(by_parts(piece), expected, strict=True):
+                    atol = 1e-3 * float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max()) + 1e-6 * size
+                    if not torch.allclose(a, b, rtol=1e-3, atol=atol, equal_nan=True):
+                        return False
+        except Exception:  # it cannot be run on a part, whatever it says
+            return False
+        return True
+
+    def _pulled_back(self, outputs: Outputs, among: slice, first: int, last: int) -> list[Tensor]:
+        """Individual gradients of the samples ``first`` to ``last`` of those that the outputs are of.
+
+        Args:
+            outputs: Of the module.
+            among: Which samples of the batch these are of.
+            first: Counted among these.
+            last: The one behind.
+        """
+        rows = torch.arange(first, last, device=self._device)
+        reached = {p: z for p, z in outputs.items() if z.requires_grad}
+        deltas = self._use.output_gradients
+        masked = [_one_sample_each(deltas[p][among].to(z.dtype), rows) for p, z in reached.items()]
+        with _as_it_was(self._use):  # hooks of the user's on tensors write to modules
+            found = self._pull_back(list(reached.values()), masked) if reached else [None] * len(self._leaves)
+        return [
+            leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
+            for leaf, gradient in zip(self._leaves, found, strict=True)
+        ]
+
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Drawn | None = None, *, with_graph: bool = True
+    ) -> Outputs:
         """The outputs that gradients reached in the call."""
-        use, module = self._use, self._module
+        use, module, device = self._use, self._module, self._device
         copies = {name: buffer.clone() for name, buffer in use.buffers.items()}
         state = self._state | {slot: copies[name] for slot, name in self._buffers.items()}
         args, kwargs = map_tensors(_plain, (args, kwargs))
         training = {m: m.training for m in module.modules()}
         sparse = [m for m in module.modules() if getattr(m, "sparse", False) is True]
         _set_training(use.training)
-        device = self.device
         precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
         try:
-            with _as_it_was(use), unchanged(device, use.random_state), torch.enable_grad(), precision:
+            with (
+                _as_it_was(use),
+                unchanged(device, use.random_state),
+                torch.set_grad_enabled(with_graph),
+                precision,
+                drawn or nullcontext(),
+            ):
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
-                with drawn or nullcontext():
-                    output = tensors(functional_call(module, state, args, kwargs, tie_weights=False))
+                output = tensors(functional_call(module, state, args, kwargs, tie_weights=False))
                 return {p: output[p].movedim(use.axes[p] or 0, 0) for p in use.output_gradients}
         finally:
             _set_training(training)
             for m in sparse:
                 m.sparse = True  # type: ignore[assignment]
-
-
-def _cut(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of some samples."""
-
-    def cut(tensor: Tensor) -> Tensor:
-        axis = _batch_axis(use, tensor)
-        return tensor if axis is None else tensor.movedim(axis, 0)[samples].movedim(0, axis)
-
-    return map_tensors(cut, (use.args, use.kwargs))
-
-
-def _size(use: Use) -> int:
-    return len(next(iter(use.output_gradients.values())))
-
-
-def _batch_axis(use: Use, tensor: Tensor) -> int | None:
-    """Which axis of an input is as long as the batch: first that which is the batch in the output."""
-    first = next((axis for axis in use.axes if axis is not None), 0)
-    return next((k for k in (first, 0) if tensor.dim() > k and tensor.shape[k] == _size(use)), None)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Whether a module can be run on parts of the batch, and whether these must be given random numbers."""
-
-    works: bool
-    draws: bool = False
-
-
-def _tried(use: Use, again: _Again) -> _Cut:
-    """Whether the module, run on each few samples, gives what it gives for the whole batch."""
-    drawn = _Drawn(_size(use))
-    whole = again(use.args, use.kwargs, drawn)
-    low = use.autocast is not None or any(z.dtype in (torch.float16, torch.bfloat16) for z in whole.values())
-
-    def agrees(few: slice, draws: bool) -> bool:
-        part = again.on(few, drawn if draws else None)
-        return all(_is_close(part[p], z[few], 3e-2 if low else 1e-3) for p, z in whole.items())
-
-    for draws in (False, True) if drawn.kept else (False,):  # attention counts as drawing even where nothing is dropped
-        try:
-            if all(agrees(few, draws) for few in _pieces(slice(0, _size(use)))):
-                return _Cut(works=True, draws=draws)
-        except Exception:  # it cannot be run on a part, whatever it says
-            break
-    return _Cut(works=False)
-
-
-class _Drawn(TorchDispatchMode):
-    """What a call draws for the whole batch; then each part of the batch is given its own.
-
-    Args:
-        size: Of the batch.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.kept: list[list[Tensor]] = []
-        self._size, self._part, self._next = size, slice(0, size), -1
-
-    def for_part(self, part: slice) -> Self:
-        """From now on, hand out what was kept."""
-        self._part, self._next = part, 0
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return result
-        if self._next < 0:
-            self.kept.append([tensor.clone() for tensor in tensors(result)])
-            return result
-        for tensor, whole in zip(tensors(result), self.kept[self._next], strict=True):
-            tensor.copy_(self._of_part(whole, tensor.shape))
-        self._next += 1
-        return result
-
-    def _of_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """The samples of the part, which may have several rows each (heads of attention)."""
-        if whole.shape == shape:
-            return whole
-        n = self._part.stop - self._part.start
-        axis = next(k for k, length in enumerate(whole.shape) if length * n == shape[k] * self._size)
-        each = shape[axis] // n
-        return whole.narrow(axis, self._part.start * each, n * each)
-
-
-def _pieces(samples: slice) -> list[slice]:
-    return [slice(k, min(k + FEW, samples.stop)) for k in range(samples.start, samples.stop, FEW)]
-
-
-def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    if found.shape != expected.shape:
-        return False
-    found, expected = found.detach().double(), expected.detach().double()
-    size = float(expected.abs().nan_to_num(posinf=0.0).max()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
 
 def _as_it_was(use: Use) -> AbstractContextManager[None]:

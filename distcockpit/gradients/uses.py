@@ -93,6 +93,7 @@ class Use:
     call: int  # how often the module was called before in the pass
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
+    drew: bool = False  # whether random numbers of torch's were drawn in the call, of a layer that is run again
     found: dict[str, Any] = field(default_factory=dict)  # views that the rule worked out
 
     @property

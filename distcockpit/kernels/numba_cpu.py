@@ -179,6 +179,7 @@ def _in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype
 
     called = CALLED(take)
     _openmp()(ctypes.cast(called, ctypes.c_void_p), None, parts, 0)
+    take(None)  # what is left, should a thread have been interrupted
     if errors:
         raise errors[0]
     return results

@@ -1,0 +1,96 @@
+"""A module on a part of the batch: its inputs, its random numbers, and whether it gives what it gave for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distcockpit.gradients.uses import Use
+from distcockpit.trees import map_tensors, tensors
+
+FEW = 8  # samples that a module is run on together: fewer leave less to do for nothing, more have less overhead
+
+
+def pieces(samples: slice, size: int) -> list[slice]:
+    """The parts of a batch of this size that hold these samples; they do not depend on which are asked for."""
+    starts = range(samples.start // FEW * FEW, samples.stop, FEW)
+    return [slice(start, min(start + FEW, size)) for start in starts]
+
+
+def batch_size(use: Use) -> int:
+    """How many samples a call had."""
+    return len(next(iter(use.output_gradients.values())))
+
+
+def batch_axes(use: Use) -> tuple[int | None, ...]:
+    """Which axis of each input is cut."""
+    return tuple(_batch_axis(use, tensor) for tensor in tensors((use.args, use.kwargs)))
+
+
+def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of some samples."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        axis = _batch_axis(use, tensor)
+        return tensor if axis is None else tensor.movedim(axis, 0)[samples].movedim(0, axis)
+
+    return map_tensors(cut, (use.args, use.kwargs))
+
+
+def _batch_axis(use: Use, tensor: Tensor) -> int | None:
+    """Which axis of an input is as long as the batch: first that which is the batch in the output."""
+    first = next((axis for axis in use.axes if axis is not None), 0)
+    return next((k for k in (first, 0) if tensor.dim() > k and tensor.shape[k] == batch_size(use)), None)
+
+
+def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], tolerance: float) -> Tensor:
+    """For each sample whether all its outputs are the same but for rounding, bool ``[n]``; waits for no device."""
+    agree = []
+    for position, z in expected.items():
+        a, b = found[position].detach().flatten(1).double(), z.flatten(1).double()
+        size = b.abs().nan_to_num(nan=0.0, posinf=0.0).amax() if b.numel() else 0.0
+        agree.append((((a - b).abs() <= tolerance * size) | (a == b) | (a.isnan() & b.isnan())).all(1))
+    return torch.stack(agree).all(0)
+
+
+class Drawn(TorchDispatchMode):
+    """What a call draws for the whole batch; then each part of the batch is given its own.
+
+    Args:
+        size: Of the batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._kept: list[list[Tensor]] = []
+        self._size, self._part, self._next = size, slice(0, size), -1
+
+    def for_part(self, part: slice) -> Self:
+        """From now on, hand out what was kept."""
+        self._part, self._next = part, 0
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        if self._next < 0:
+            self._kept.append([tensor.clone() for tensor in tensors(result)])
+            return result
+        for tensor, whole in zip(tensors(result), self._kept[self._next], strict=True):
+            tensor.copy_(self._of_part(whole, tensor.shape))
+        self._next += 1
+        return result
+
+    def _of_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        """The samples of the part, which may have several rows each (heads of attention)."""
+        if whole.shape == shape:
+            return whole
+        n = self._part.stop - self._part.start
+        axis = next(k for k, length in enumerate(whole.shape) if length * n == shape[k] * self._size)
+        each = shape[axis] // n
+        return whole.narrow(axis, self._part.start * each, n * each)
