@@ -68,7 +68,7 @@ def main() -> None:
         for name, loop in running.items():
             loop.advance(PERIOD if loop.step or name == EVERY_PERIOD else 4)
             steps[name] = max(1, min(50, int(args.seconds * 1e3 / loop.advance(1))))
-        steps[EVERY_PERIOD] = PERIOD
+        steps[EVERY_PERIOD] = PERIOD * max(1, steps["plain"] // PERIOD)
         times: dict[str, list[float]] = {name: [] for name in running}
         for _ in range(args.rounds):
             for name, loop in running.items():

@@ -128,7 +128,8 @@ class _Group:
         if names and self._from_rows(left):
             return {}
         formed: Formed = defaultdict(list)
-        keeps = forms_blocks and bool(self._uses) and self._bytes(names) <= keep
+        pays = forms_blocks or any(statistic.goes_along for statistic in left)
+        keeps = pays and bool(self._uses) and self._bytes(names) <= keep
         for samples, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples))
