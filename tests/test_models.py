@@ -193,6 +193,12 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
     np.testing.assert_allclose(found[:, 1:], expected[:, 1:], rtol=1e-9)
 
 
+def test_parts_do_not_depend_on_what_is_asked_for() -> None:
+    """What is known of a part holds for every sample in it, also where one sample at a time is asked for."""
+    assert parts.pieces(slice(0, 19), 19) == [slice(0, 8), slice(8, 16), slice(16, 19)]
+    assert parts.pieces(slice(9, 10), 19) == [slice(8, 16)] and parts.pieces(slice(15, 17), 19)[1] == slice(16, 19)
+
+
 def test_the_readme_says_what_works() -> None:
     """Made by `python tests/architectures.py`."""
     assert architectures.table() in (Path(__file__).parents[1] / "README.md").read_text()

@@ -313,3 +313,30 @@ def test_odd_inputs_and_outputs(tmp_path: Path) -> None:
             with cockpit.track(step):
                 loss_fn(cockpit(x).first, torch.arange(B) % 5).backward()
     assert (open_run(tmp_path / "run")["moments"]["mean_of"] > 0).all()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a tensor inside a dict, in a list of one, and in an array of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))  # the scale takes a slow route
+        self.kept = {"deep": {"seen": torch.zeros(1)}, "listed": [torch.zeros(1)]}
+        self.array = np.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["deep"]["seen"] += 1
+        self.kept["listed"][0] += 1
+        self.array += 1
+        return self.inner(x) * self.scale * (1 + self.array[0])
+
+
+def test_what_containers_hold_is_as_before(tmp_path: Path) -> None:
+    net, loss_fn = nn.Sequential(Counting(), nn.Linear(4, 3)), nn.CrossEntropyLoss()
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+            counts = net[0].kept["deep"]["seen"], net[0].kept["listed"][0], net[0].array
+            assert [float(count[0]) for count in counts] == [step + 1] * 3
