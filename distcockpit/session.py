@@ -53,7 +53,7 @@ class Setup:
     track_batchnorm: bool
     batch_dim: int
     slow_routes: bool  # whether parameters may take one
-    memory_budget: int  # bytes of a block of individual gradients
+    memory_budget: int  # bytes of a block of individual gradients, and of what stays of them for the next walk
     grad_scaler: torch.amp.GradScaler | None
     optimizer: torch.optim.Optimizer | None
     trainable: frozenset[str]  # names of all trainable parameters

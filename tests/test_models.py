@@ -199,6 +199,16 @@ def test_parts_do_not_depend_on_what_is_asked_for() -> None:
     assert parts.pieces(slice(9, 10), 19) == [slice(8, 16)] and parts.pieces(slice(15, 17), 19)[1] == slice(16, 19)
 
 
+def test_which_rows_agree() -> None:
+    nan, inf = torch.nan, torch.inf
+    expected = {0: torch.tensor([1.0, nan, inf, 1000.0, 1.0]), 2: torch.ones(5, 2, 3)}
+    found = {0: torch.tensor([1.1, nan, inf, 1000.5, nan]), 2: torch.ones(5, 2, 3)}
+    assert parts.rows_agree(found, expected, 1e-3).tolist() == [True, True, True, True, False]
+    found[2][3, 1, 1] = 2.0
+    assert parts.rows_agree(found, expected, 1e-3).tolist() == [True, True, True, False, False]
+    assert parts.rows_agree({0: torch.ones(3, 0)}, {0: torch.ones(3, 0)}, 1e-3).all()
+
+
 def test_the_readme_says_what_works() -> None:
     """Made by `python tests/architectures.py`."""
     assert architectures.table() in (Path(__file__).parents[1] / "README.md").read_text()

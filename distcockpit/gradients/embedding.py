@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ class EmbeddingRule:
         ordered = index.sort(1).values
         first = torch.searchsorted(ordered, index.contiguous())  # where each token comes first
         values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
-        return Rows(ordered, values, use.layer.module.num_embeddings)  # type: ignore[arg-type]
+        module: Any = use.layer.module
+        return Rows(ordered, values, module.num_embeddings)
 
     def elements_per_sample(self, use: Use) -> int:
         """Nothing beside the gradients."""
