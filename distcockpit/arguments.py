@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import operator
+import platform
 import re
+import time
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -148,12 +151,12 @@ def model_facts(
     )
 
 
-def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: object, batch_dim: object) -> None:
+def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:
     """Whether the remaining options are of the right kind.
 
     Raises:
         TypeError: If one is not.
-        ValueError: If ``flush_seconds`` is not positive, or ``batch_dim`` negative.
+        ValueError: If ``batch_dim`` is negative.
     """
     if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
         raise TypeError(f"grad_scaler={grad_scaler!r}: must be a torch.amp.GradScaler or None.")
@@ -165,25 +168,49 @@ def check_options(grad_scaler: object, flush_seconds: object, track_batchnorm: o
         )
     if batch_dim < 0:
         raise ValueError(f"batch_dim={batch_dim!r}: must be at least 0; count axes from the front.")
-    if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, Real):
-        raise TypeError(f"flush_seconds={flush_seconds!r}: must be a number of seconds.")
-    if not float(flush_seconds) > 0:
-        raise ValueError(f"flush_seconds={flush_seconds!r}: must be positive.")
 
 
-def memory_in_bytes(memory_budget: object) -> int:
-    """The memory budget as a number.
+def check_seconds(**options: object) -> None:
+    """Whether these are times.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is not positive.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}={value!r}: must be a number of seconds.")
+        if not 0 < float(value) < float("inf"):
+            raise ValueError(f"{name}={value!r}: must be positive and finite.")
+
+
+def check_counts(**options: object) -> None:
+    """Whether these are counts.
+
+    Raises:
+        TypeError: If one is no integer.
+        ValueError: If one is not positive.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: must be an integer.")
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: must be at least 1.")
+
+
+def memory_in_bytes(argument: str, value: object) -> int:
+    """An amount of memory as a number.
 
     Raises:
         TypeError: If it is neither a number nor a text.
         ValueError: If it is no amount of memory, or not positive.
     """
     rule = "must be a positive number of bytes, or a text such as '256MiB' (B, kB, MB, GB, KiB, MiB, GiB)."
-    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int | str):
-        raise TypeError(f"memory_budget={memory_budget!r}: {rule}")
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(memory_budget).lower())
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{argument}={value!r}: {rule}")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     if found is None or (found[2] or "b") not in BYTES or not float(found[1]) * BYTES[found[2] or "b"] >= 1:
-        raise ValueError(f"memory_budget={memory_budget!r}: {rule}")
+        raise ValueError(f"{argument}={value!r}: {rule}")
     return int(float(found[1]) * BYTES[found[2] or "b"])
 
 
@@ -285,11 +312,30 @@ def check_needs(
             )
 
 
-def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
-    """Attributes of the store's root that tell what was tracked."""
-    return {
-        "versions": {"distcockpit": __version__, "torch": torch.__version__},
+def attributes(setup: Setup, table: Coverage, hosts: Sequence[str]) -> dict[str, Any]:
+    """Attributes of the store's root that tell what was tracked, and where.
+
+    Args:
+        setup: What the ranks agreed on.
+        table: How each parameter is tracked.
+        hosts: The host of each rank.
+    """
+    versions = {
+        "distcockpit": __version__,
+        "torch": torch.__version__,
+        "zarr": importlib.metadata.version("zarr"),
+        "python": platform.python_version(),
+    }
+    segment = {
         "world_size": setup.world.size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "versions": versions,
+        "started": time.time(),
+    }
+    return {
+        "versions": versions,
+        "world_size": setup.world.size,
+        "segments": [segment],
         "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
         "coverage": table.attributes(),
         "config": {

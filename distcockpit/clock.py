@@ -37,6 +37,20 @@ class Clock:
         """`track` is left."""
         self._left = time.perf_counter()
 
+    @property
+    def elapsed(self) -> float:
+        """Since the construction of the cockpit, in all segments of the run together."""
+        return time.perf_counter() - self._born
+
+    def go_on_from(self, elapsed: float) -> None:
+        """So much had elapsed before."""
+        self._born = time.perf_counter() - elapsed
+
+    def times_elsewhere(self, traffic: Traffic) -> Times:
+        """Those of a step in which this rank had no part."""
+        unknown = (UNKNOWN,) * 6
+        return Times(self.elapsed, *unknown, exchanges=traffic.exchanges, exchanged_bytes=traffic.bytes)
+
     def times(self, forward: float, traffic: Traffic) -> Times:
         """This step, up to now.
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+import socket
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from zarr.abc.store import Store
 
+from distcockpit import state
 from distcockpit.announcement import announce
 from distcockpit.arguments import (
     attributes,
     bare_module,
     check_batch,
     check_choice,
+    check_counts,
     check_epoch,
     check_loss_and_optimizer,
     check_needs,
     check_options,
+    check_seconds,
     check_step,
     chosen_quantities,
     description,
@@ -31,20 +37,23 @@ from distcockpit.arguments import (
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
+from distcockpit.keys import check_store, keys_of
 from distcockpit.layers import batchnorms, check_batchnorm, find_layers
 from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
 from distcockpit.reduce import World, first_difference
 from distcockpit.schedules import Schedule, every
 from distcockpit.session import Session, Setup
+from distcockpit.shadow import Shadow
 from distcockpit.step import TrackedStep
-from distcockpit.store import MODES, local_path
+from distcockpit.store import MODES, RunStore
+from distcockpit.writer import Pace
 
 ON_ERROR = ("warn", "raise")
 FALLBACK = ("warn", "error")
 
 
-class DistCockpit:
+class DistCockpit(Joinable):
     """Watches a training run: on scheduled steps, statistics of the individual gradients of all ranks' samples.
 
     Wrap the model and call it through the cockpit; nothing else about the training changes. Every rank of the
@@ -55,10 +64,12 @@ class DistCockpit:
         loss_fn: The loss module, from which individual losses are derived; ``None`` where the model or a function
             computes the loss, which is then taken as a mean over samples.
         optimizer: The optimizer of the model's parameters.
-        store: Folder of the Zarr store.
+        store: Where the Zarr store is: a path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or any
+            ``zarr.abc.store.Store``.
         quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of quantities.
         schedule: Steps to track, for quantities without a schedule of their own.
-        mode: "w-" refuses an existing run, "w" replaces one.
+        mode: "w-" refuses an existing run, "w" replaces one, "a" resumes it, or begins it where there is none: rows of
+            steps that are tracked or logged again are dropped, and the rest goes on; see :meth:`load_state_dict`.
         process_group: The data-parallel group; that of the DDP model by default.
         enabled: ``False``, or ``DISTCOCKPIT=off`` in the environment, makes every call do nothing.
         include: Patterns (``fnmatch``) of the names of layers to track; all by default.
@@ -74,14 +85,30 @@ class DistCockpit:
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
-        on_error: What faults of the environment (disk) do: "warn" logs, "raise" raises at the next ``track``.
+        on_error: What faults of the environment (disk, network) do: "warn" logs, keeps rows and tries again; "raise"
+            raises at the next ``track``.
         flush_seconds: Longest time until finished rows are in the store.
+        flush_rows: Most finished rows that wait for that; a row is one step of one quantity.
+        queue_steps: Tracked steps that may wait for the background thread.
+        wait_seconds: Longest time that a tracked step waits for it when so many do. Rows are then dropped, and counted
+            in the attribute ``dropped_rows`` of the store.
+        unwritten_budget: Most memory for rows that the store does not take, in bytes or as a text. Beyond it they are
+            dropped and counted as well.
+        store_seconds: Longest time that a request to a remote store may take, and that ``flush``, ``close`` and the end
+            of the program wait for the store.
+        lock_seconds: A store has one writer. One that gave no sign of life for so long is taken to be gone; on the same
+            host that is known at once.
+        timeout_seconds: Longest time that a rank waits for another one in the cockpit's own exchanges; then an error
+            says who is missing, and where it was last.
+        fsync: Wait until the disk has each file, so that what is committed outlives a loss of power.
+        storage_options: Options of fsspec for a URL: credentials, endpoint.
 
     Raises:
         ValueError: If an argument breaks its rule, or a layer cannot be served; the text names it and a way out.
         TypeError: If an argument is of the wrong kind.
-        FileExistsError: If ``store`` exists and the mode does not allow replacing it.
-        RuntimeError: If the ranks disagree.
+        FileExistsError: If ``store`` exists and the mode does not allow replacing it, or somebody else writes it.
+        OSError: If the store cannot be written.
+        RuntimeError: If the ranks disagree, or one does not come.
     """
 
     def __init__(
@@ -90,7 +117,7 @@ class DistCockpit:
         loss_fn: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        store: str | os.PathLike[str],
+        store: str | os.PathLike[str] | Store,
         quantities: str | Sequence[Quantity] = "economy",
         schedule: Schedule = every(10),  # noqa: B008 - frozen
         mode: str = "w-",
@@ -105,21 +132,41 @@ class DistCockpit:
         grad_scaler: torch.amp.GradScaler | None = None,
         on_error: str = "warn",
         flush_seconds: float = 30.0,
+        flush_rows: int = 4096,
+        queue_steps: int = 1024,
+        wait_seconds: float = 1.0,
+        unwritten_budget: int | str = "256MiB",
+        store_seconds: float = 30.0,
+        lock_seconds: float = 60.0,
+        timeout_seconds: float = 1800.0,
+        fsync: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self._session: Session | None = None
         if not enabled or os.environ.get("DISTCOCKPIT", "").lower() == "off":
             return
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
-        world = World(process_group)
+        check_seconds(
+            flush_seconds=flush_seconds,
+            wait_seconds=wait_seconds,
+            store_seconds=store_seconds,
+            lock_seconds=lock_seconds,
+            timeout_seconds=timeout_seconds,
+        )
+        world = World(process_group, timeout_seconds)
         with _together(world):
             check_choice("mode", mode, MODES)
             check_choice("on_error", on_error, ON_ERROR)
             check_choice("fallback", fallback, FALLBACK)
-            check_options(grad_scaler, flush_seconds, track_batchnorm, batch_dim)
-            budget = memory_in_bytes(memory_budget)
-            path = local_path(store)
+            check_options(grad_scaler, track_batchnorm, batch_dim)
+            check_counts(flush_rows=flush_rows, queue_steps=queue_steps)
+            budget = memory_in_bytes("memory_budget", memory_budget)
+            unwritten = memory_in_bytes("unwritten_budget", unwritten_budget)
+            pace = Pace(flush_seconds, flush_rows, queue_steps, wait_seconds, store_seconds)
+            name = check_store(store)
             bare = bare_module(model)
             chosen = chosen_quantities(quantities, schedule, optimizer)
             layers = find_layers(bare, include, exclude)
@@ -149,16 +196,22 @@ class DistCockpit:
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
         )
-        recorder = None
+        recorder, run = None, None
+        hosts = world.share(socket.gethostname())
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
-                recorder = Recorder(path, mode, groups, facts, attributes(setup, coverage(bare, cover)), flush_seconds)
-                announce(chosen, groups, str(store), world.size)
-        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover)
+                keys = keys_of(store, storage_options, store_seconds, fsync)
+                told = attributes(setup, coverage(bare, cover), hosts)
+                run = RunStore(keys, mode, groups, told, lock_seconds, unwritten)
+                recorder = Recorder(run, pace, facts)
+                announce(chosen, groups, name, world.size)
+        resumed = any(world.share(run is not None and run.holds_rows))
+        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, resumed=resumed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        self._let_ddp_notify()
         return self.model(*args, **kwargs)
 
     def __enter__(self) -> Self:
@@ -198,6 +251,7 @@ class DistCockpit:
         if self._session is not None:
             step, epoch = check_step("track", step), check_epoch("track", epoch)
             check_batch(weight, batch_size)
+            self._let_ddp_notify()
         return TrackedStep(self._session, step, epoch, weight, batch_size)
 
     def record_losses(self, losses: Tensor) -> None:
@@ -251,6 +305,76 @@ class DistCockpit:
         rank may ask; the store holds rank 0's table in the attribute ``coverage``.
         """
         return Coverage() if self._session is None else self._session.coverage()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cockpit's own state, to be saved with a checkpoint of the model and the optimizer.
+
+        Call it on every rank, outside of ``track``, after ``optimizer.step()``. Everything finished so far is in the
+        store when it returns.
+
+        Returns:
+            Tensors on the CPU, numbers, texts, and containers of them (``torch.load(weights_only=True)`` reads it).
+            Rank 0's is complete: save it, and load it on all ranks. Its size depends on the quantities: a copy of the
+            parameters each for ``Alpha`` or ``UpdateSize``, for ``Distance``, for ``UpdateGeometry``, two for
+            ``GradientGeometry``, and the output gradients of one batch for ``OutputGradientGeometry``.
+
+        Raises:
+            RuntimeError: If a step has not ended, or the ranks are at different steps.
+        """
+        return {} if self._session is None else state.save(self._session)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on as if the run had not been interrupted; before the first step, on every rank, with any number of them.
+
+        The model must be that of the same checkpoint. With it and ``mode="a"`` a resumed run has the rows of an
+        uninterrupted one. Without it there is a seam: the ``Alpha`` of the update in between and cosines with what was
+        before are NaN, ``Distance`` is NaN from there, adapted bin ranges begin anew; ``status``, ``previous_step`` and
+        ``edges`` tell.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned; an empty one (from a cockpit that was off) does nothing.
+
+        Raises:
+            RuntimeError: If a step was tracked already, or the ranks load different states.
+            ValueError: If it is not the state of such a cockpit.
+        """
+        if self._session is not None and state_dict:
+            state.load(self._session, state_dict)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``with Join([ddp, cockpit]):``, in either order: a rank that has run out of data contributes nothing."""
+        return Shadow(self._session)
+
+    @property
+    def join_device(self) -> torch.device:
+        """That of the DDP model."""
+        return self._ddp().join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """That of the DDP model."""
+        return self._ddp().join_process_group
+
+    def _ddp(self) -> DistributedDataParallel:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise TypeError(
+                f"model={type(self.model).__name__}: Join needs a cockpit around DistributedDataParallel; wrap it."
+            )
+        return self.model
+
+    def _let_ddp_notify(self) -> None:
+        """`Join` lets the first joinable tell of each iteration. The DDP model knows best when one begins.
+
+        Raises:
+            RuntimeError: If the DDP model is not one of the joinables.
+        """
+        mine: Any = self._join_config
+        if not (mine.enable and mine.is_first_joinable):
+            return
+        if not self._ddp()._join_config.enable:
+            raise RuntimeError("Join([cockpit]): the DDP model is missing. Write `with Join([ddp, cockpit]):`.")
+        self._ddp()._join_config = mine
+        self._join_config = mine._replace(is_first_joinable=False)
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""

@@ -8,7 +8,7 @@ comes from autograd, is pooled at once, and one walk does. At last comes the ite
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
-from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Update
+from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Times, Update
 from distcockpit.session import Session, Setup
 
 SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
@@ -44,6 +44,11 @@ class Pool:
 
     n: int  # N
     weight: float  # W
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, float]]) -> Pool:
+        """From the headers of all ranks."""
+        return cls(int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records))
 
     @property
     def samples_per_weight(self) -> float:
@@ -121,72 +126,72 @@ class Exchanges:
             self._confirm(1.0)
 
 
-def look(
-    session: Session,
-    step: int,
-    pool: Pool,
-    captured: Sequence[Captured],
-    arrivals: Arrivals,
-    active: Active,
-    update: Update | None,
-    curvatures: LocalCurvature,
-    forward_seconds: float,
-    *,
-    keeps: bool,
-) -> dict[str, LocalBatch]:
-    """What each of the active quantities sees, by name.
+@dataclass(frozen=True)
+class Present:
+    """The model and the optimizer as they are at a step."""
 
-    Args:
-        session: This rank's side of the run.
-        step: Number of the step.
-        pool: What the headers said.
-        captured: The micro-batches.
-        arrivals: What autograd gave the tracked parameters.
-        active: The quantities of this step.
-        update: The update that ended at this step.
-        curvatures: Those of this rank's micro-batches.
-        forward_seconds: Time in the model's forward.
-        keeps: Whether formed individual gradients are needed once more, when the update that begins here is known.
+    every: Mapping[str, Tensor]  # all parameters
+    learning_rates: Sequence[float | Tensor]
+    scale: float | None  # of mixed precision
+
+    @classmethod
+    def of(cls, setup: Setup) -> Present:
+        """Those of this rank."""
+        return cls({name: p.detach() for name, p in setup.every.items()}, setup.learning_rates(), setup.loss_scale())
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank's side of a tracked step, when the headers of all are known."""
+
+    step: int
+    pool: Pool
+    captured: Sequence[Captured]  # the micro-batches
+    arrivals: Arrivals  # what autograd gave the tracked parameters
+    active: Active  # the quantities of this step
+    starting: Active  # those of them with a row that begins here
+    update: Update | None  # the update that ended here
+    curvatures: LocalCurvature  # those of this rank's micro-batches
+    present: Present
+    start_values: Mapping[str, Tensor] | None  # copies of the parameters, for an update that begins here
+    times: Callable[[], Times]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether formed individual gradients are needed once more, when the update that begins here is known."""
+        return self.starting.wants("update")
+
+
+def look(session: Session, side: Side) -> dict[str, LocalBatch]:
+    """What each of the active quantities sees, by name.
 
     Raises:
         Exception: What went wrong on this rank; no other rank is left waiting for it.
     """
-    exchanges = Exchanges(session, active)
+    exchanges = Exchanges(session, side.active)
     try:
-        return _look(
-            session, step, pool, captured, arrivals, active, update, curvatures, forward_seconds, exchanges, keeps
-        )
+        return _look(session, side, exchanges)
     except Exception:
         exchanges.give_up()
         raise
 
 
-def _look(
-    session: Session,
-    step: int,
-    pool: Pool,
-    captured: Sequence[Captured],
-    arrivals: Arrivals,
-    active: Active,
-    update: Update | None,
-    curvatures: LocalCurvature,
-    forward_seconds: float,
-    exchanges: Exchanges,
-    keeps: bool,
-) -> dict[str, LocalBatch]:
+def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, LocalBatch]:
+    step, pool, captured, active, update = side.step, side.pool, side.captured, side.active, side.update
+    curvatures = side.curvatures
     setup = session.setup
     batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
-    losses = torch.cat([micro.individual_losses(pool.samples_per_weight, setup.device) for micro in captured])
-    parameters = {name: p.detach() for name, p in setup.tracked.items()}
-    every_parameter = {name: p.detach() for name, p in setup.every.items()}
+    every_parameter = side.present.every
+    parameters = {name: every_parameter[name] for name in setup.tracked}
     weight = pool.weight or 1.0
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
+    losses = torch.cat([nothing, *(m.individual_losses(pool.samples_per_weight, setup.device) for m in captured)])
     own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
     squares = SquareSum(parameters) if SQUARES in exchanges.kinds else None
-    slopes = None if update is None else Projection(update.direction, len(losses))
+    slopes = None if update is None or update.interrupted else Projection(update.direction, len(losses))
     statistics: list[Statistic] = [statistic for statistic in (norms, squares, slopes) if statistic is not None]
     statistics += [statistic for each in own.values() for statistic in each.values()]
 
@@ -195,11 +200,11 @@ def _look(
     known = None
     if SUMS in exchanges.kinds:
         if not (active.subtracts_squares or setup.batch_statistics_are_constants):
-            known = told_by_autograd(captured, arrivals, pool)
+            known = told_by_autograd(captured, side.arrivals, pool)
     adding = GradientSum(parameters) if SUMS in exchanges.kinds and known is None else None
     blocks = setup.block_elements
     if known is None:
-        once_more = setup.memory_budget if keeps or active.wants("projections") else 0
+        once_more = setup.memory_budget if side.keeps or active.wants("projections") else 0
         walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])], blocks, once_more)
         statistics = []
     if adding is not None:
@@ -210,7 +215,7 @@ def _look(
     pooled = exchanges.pool(vectors)
     mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
-    once_more = setup.memory_budget if keeps else 0
+    once_more = setup.memory_budget if side.keeps else 0
     walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks, once_more)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
@@ -247,8 +252,8 @@ def _look(
         traces={kind: forms / weight for kind, forms in curvatures.traces.items()},
         eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
         update=None,
-        learning_rates=setup.learning_rates(),
-        times=session.clock.times(forward_seconds, setup.world.traffic()),
+        learning_rates=side.present.learning_rates,
+        times=side.times(),
     )
     return {
         q.name: batch.for_quantity(

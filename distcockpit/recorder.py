@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distcockpit.packed import Layout
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
-from distcockpit.reduce import Layout, Pending
-from distcockpit.schema import Group
+from distcockpit.reduce import Pending
+from distcockpit.signals import Terminated
 from distcockpit.store import RunStore
 from distcockpit.userlog import LogEntry
-from distcockpit.writer import Writer
+from distcockpit.writer import Job, Pace, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -51,29 +51,23 @@ class Result:
     facts_layout: Layout
     facts: Pending
 
+    def is_there(self) -> bool:
+        """Whether nothing is on its way any more."""
+        return self.sums.done() and self.facts.done()
+
 
 class Recorder:
     """The store, the thread that writes it, and the newest rows.
 
     Args:
-        path: Folder of the store.
-        mode: As for ``DistCockpit``.
-        groups: The groups of the quantities.
+        store: The run's store.
+        pace: When to write.
         model: Facts about the model.
-        attributes: Attributes of the store's root.
-        flush_seconds: Longest time between commits.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        mode: str,
-        groups: Mapping[str, Group],
-        model: Model,
-        attributes: Mapping[str, Any],
-        flush_seconds: float,
-    ) -> None:
-        self._writer = Writer(RunStore(path, mode, groups, attributes), flush_seconds)
+    def __init__(self, store: RunStore, pace: Pace, model: Model) -> None:
+        self._writer = Writer(store, pace)
+        self._terminated = Terminated(self._writer.flush)
         self._latest: dict[str, dict[str, Any]] = {}
         self._model = model
         self._notices: dict[str, str | None] = {}
@@ -90,14 +84,23 @@ class Recorder:
             name: {key: np.copy(value)[()] for key, value in row.items()} for name, row in list(self._latest.items())
         }
 
+    def begin(self, step: int, limits: Mapping[str, int]) -> None:
+        """The first step is known; see `RunStore.begin`."""
+
+        def job(store: RunStore) -> bool:
+            store.begin(step, limits)
+            return False
+
+        self._writer.submit(Job(job, insist=True))
+
     def record(self, result: Result) -> None:
         """Finalize and append the rows of a step, and the pooled user scalars that rode with it."""
-        self._writer.submit(lambda store: self._record(store, result))
+        self._writer.submit(Job(lambda store: self._record(store, result), len(result.quantities), result.is_there))
 
     def record_logs(self, entries: Sequence[LogEntry]) -> None:
         """Append rows of user scalars; what was pooled for their steps has been recorded before."""
         if entries:
-            self._writer.submit(lambda store: self._record_logs(store, entries))
+            self._writer.submit(Job(lambda store: self._record_logs(store, entries), len(entries)))
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Exchange attributes of the store's root."""
@@ -106,15 +109,20 @@ class Recorder:
             store.describe(attributes)
             return True
 
-        self._writer.submit(job)
+        self._writer.submit(Job(job))
 
-    def flush(self) -> None:
-        """Wait until all is committed."""
-        self._writer.flush()
+    def flush(self) -> bool:
+        """Wait until all is committed, or the store takes too long; says whether it is."""
+        return self._writer.flush()
 
-    def close(self, state: str, timeout: float | None) -> None:
+    def pooled(self, step: int) -> dict[str, float]:
+        """The user scalars of a step that were pooled and wait for its row; to be asked for after `flush`."""
+        return dict(self._pooled.get(step, {}))
+
+    def close(self, state: str, *, wait_for_ranks: bool = True) -> None:
         """Write what is there, with this state of the run, and end the thread."""
-        self._writer.close(state, timeout)
+        self._writer.close(state, wait_for_ranks=wait_for_ranks)
+        self._terminated.remove()
 
     # -- on the writer's thread --------------------------------------------------------------------------------------
 

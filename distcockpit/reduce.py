@@ -11,14 +11,19 @@ element-wise pooled vectors, in this order:
 3. the sums: one packed float64 buffer, all-reduced, not waited for.
 
 An eigenvalue of the Hessian adds two exchanges per product with a vector. The first tracked step of a quantity whose
-sums depend on the sizes of outputs compares these, once.
+sums depend on the sizes of outputs compares these, once; so does the first one of each selection of quantities with the
+names and lengths of its sums, because a backend ends the process where lengths differ. While ranks have run out of data
+(`torch.distributed.algorithms.Join`), the parameters follow the header.
+
+Every rank leaves word where it is, so that who waits in vain can say for whom.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,15 +31,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEADER = ("step", "batch_size", "weight", "layout", "failed")
+HEADER = ("kind", "step", "batch_size", "weight", "layout", "failed", "riding", "joined")
 """The numbers of a header record, all exact in float64."""
+
+KINDS = (
+    "tracks step {}",
+    "closes the cockpit after step {}",
+    "calls state_dict() after step {}",
+    "leaves Join",
+    "compares the sums of step {}",
+)
+"""What a rank is doing when it sends a header, by the header's number `kind`."""
+TRACK, CLOSE, STATE, LEAVE, COMPARE = map(float, range(len(KINDS)))
+
+Record = Mapping[str, float]
+
+
+def record_of(kind: float, step: int, **numbers: float) -> dict[str, float]:
+    """A header record; what is not said is zero."""
+    return dict.fromkeys(HEADER, 0.0) | {"kind": kind, "step": float(step)} | numbers
 
 
 class Pending:
     """A sum on its way. ``result`` waits for it, from any thread."""
 
-    def __init__(self, buffer: Tensor, work: Any = None) -> None:
-        self._buffer, self._work = buffer, work
+    def __init__(self, buffer: Tensor, work: Any = None, explain: Callable[[str], str] = str) -> None:
+        self._buffer, self._work, self._explain = buffer, work, explain
         self._ready = None
         if buffer.device.type != "cpu":
             module = torch.get_device_module(buffer.device)
@@ -50,12 +72,19 @@ class Pending:
             buffer.record_stream(side)
 
     def result(self) -> np.ndarray:
-        """The total, as a float64 array."""
+        """The total, as a float64 array.
+
+        Raises:
+            RuntimeError: If a rank ended before it had sent its part, or took too long.
+        """
         if self._ready is not None:
             self._ready.synchronize()
             return self._host.numpy()
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(self._explain("sums did not arrive")) from error
         return self._buffer.numpy()
 
     def done(self) -> bool:
@@ -79,101 +108,157 @@ class Traffic:
         return buffer
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Names and shapes of the parts of a packed buffer."""
-
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @classmethod
-    def of(cls, sums: Mapping[str, Tensor]) -> Layout:
-        """The layout of these sums, in their order."""
-        return cls(tuple((name, tuple(value.shape)) for name, value in sums.items()))
-
-    def unpack(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Cut a buffer into its named parts."""
-        parts, start = {}, 0
-        for name, shape in self.parts:
-            size = math.prod(shape)
-            parts[name] = buffer[start : start + size].reshape(shape)
-            start += size
-        return parts
-
-
-def pack(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """One float64 buffer on ``device``."""
-    if not sums:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.cat([value.reshape(-1).to(device, torch.float64) for value in sums.values()])
-
-
 class World:
     """The ranks whose batches are pooled.
 
     Args:
         process_group: The data-parallel group; ``None`` is the default group, or a world of one where
             torch.distributed is not initialised.
+        timeout_seconds: Longest time that a rank waits for another one.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 1800.0) -> None:
         self.rank, self.size = 0, 1
+        self.timeout_seconds = timeout_seconds
         self._traffic = Traffic()
         self._header: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
+        self._words: Any = None
         if not (dist.is_available() and dist.is_initialized()):
             return
-        group = process_group if process_group is not None else dist.group.WORLD
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = process_group if process_group is not None else dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.size == 1:
             return
-        ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(self.group)
         among_themselves = len(ranks) < dist.get_world_size()
         # Groups made among themselves get a name from their ranks; torch reuses the name, and with it stale addresses,
         # once such a group is destroyed. They stay until torch.distributed ends.
         self._keep_groups = among_themselves
-        self._header = dist.new_group(ranks, backend="gloo", use_local_synchronization=among_themselves)
-        self._sums = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=among_themselves)
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=timeout_seconds),
+            "use_local_synchronization": among_themselves,
+        }
+        with self._explained("construct DistCockpit"):
+            self._header = dist.new_group(ranks, backend="gloo", **options)
+            self._sums = dist.new_group(ranks, backend=dist.get_backend(self.group), **options)
+            self._words = getattr(self._header, "get_group_store", lambda: None)()
+
+    # -- who is where --------------------------------------------------------------------------------------------------
+
+    def leave_word(self, text: str) -> None:
+        """Tell the others where this rank is, without waiting for them."""
+        if self._words is not None:
+            try:
+                self._words.set(f"distcockpit/{self.rank}", text)
+            except RuntimeError:  # whoever kept it is gone; the next exchange will fail, too
+                self._words = None
+
+    def whereabouts(self) -> str:
+        """Where the ranks are, by their last words, those of the same words together."""
+        if self._words is None:
+            return "Where they are is not known."
+        found: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            key = f"distcockpit/{rank}"
+            try:
+                word = self._words.get(key).decode() if self._words.check([key]) else "not in any tracked step yet"
+            except RuntimeError:
+                word = "not known"
+            found.setdefault(word, []).append(rank)
+        told = [f"rank{'s' * (len(who) > 1)} {_in_short(who)}: {word}" for word, who in found.items()]
+        return f"Where they were last: {'; '.join(told)}."
+
+    def explain(self, what: str) -> str:
+        """What a failed exchange means to a user."""
+        return (
+            f"Rank {self.rank}: {what}, because another rank has ended, stalls, or went another way (timeout_seconds="
+            f"{self.timeout_seconds:g}). {self.whereabouts()} All ranks must track the same steps; ranks that run out "
+            "of data early need `with Join([ddp, cockpit]):`."
+        )
+
+    def note(self, error: BaseException) -> None:
+        """If this error came from an exchange between ranks, say in it where they are."""
+        if (
+            self._header is not None
+            and isinstance(error, dist.DistError)
+            or "Gloo" in str(error)
+            or "gloo" in str(error)
+        ):
+            error.add_note(self.whereabouts())
+
+    @contextmanager
+    def _explained(self, what: str) -> Generator[None, None, None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(self.explain(f"could not {what} together with all ranks")) from error
+
+    # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def share(self, fact: object) -> list[Any]:
         """One picklable object per rank, in the order of ranks. For construction and first steps only."""
         if self._header is None:
             return [fact]
         facts: list[Any] = [None] * self.size
-        dist.all_gather_object(facts, fact, group=self._header)
+        with self._explained("compare facts"):
+            dist.all_gather_object(facts, fact, group=self._header)
         return facts
 
-    def header(self, record: Mapping[str, float]) -> list[dict[str, float]]:
+    def gather(self, fact: object) -> list[Any] | None:
+        """One picklable object per rank, in the order of ranks; on rank 0, ``None`` on the others."""
+        if self._header is None:
+            return [fact]
+        facts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self._explained("gather facts"):
+            dist.gather_object(fact, facts, group=self._header, group_dst=0)
+        return facts
+
+    def header(self, record: Record) -> list[dict[str, float]]:
         """All ranks' records of this step, waited for.
 
         Raises:
-            RuntimeError: If the ranks are at different steps, track different things, or one of them failed.
+            RuntimeError: If the ranks are at different steps, track different things, one of them failed, or does not
+                come.
         """
-        mine = torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64)
         if self._header is None:
             return [dict(record)]
+        mine = torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
+        with self._explained("end a tracked step" if record["kind"] == TRACK else "meet"):
+            dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
         records = [dict(zip(HEADER, row.tolist(), strict=True)) for row in gathered]
         self._check(records)
         return records
 
+    def refuse(self, record: Record) -> None:
+        """Answer a header in the place of a rank that failed, so that the others fail too instead of waiting."""
+        try:
+            self.header({**record, "failed": 1.0})
+        except RuntimeError:
+            pass  # this rank's own error is the one to show
+
     def _check(self, records: list[dict[str, float]]) -> None:
-        first = records[0]
-        for rank, record in enumerate(records):
-            if record["step"] != first["step"]:
+        present = [(rank, record) for rank, record in enumerate(records) if not record["joined"]]
+        if not present:
+            return
+        one, first = present[0]
+        for rank, record in present:
+            if (record["kind"], record["step"]) != (first["kind"], first["step"]):
+                here, there = (KINDS[int(r["kind"])].format(int(r["step"])) for r in (first, record))
                 raise RuntimeError(
-                    f"The ranks are at different steps: rank 0 tracks step {int(first['step'])}, rank {rank} step "
-                    f"{int(record['step'])}. Call track(step) with the same steps on all ranks."
+                    f"The ranks are at different steps: rank {one} {here}, rank {rank} {there}. Call track(step), "
+                    "state_dict() and close() at the same steps on all ranks."
                 )
         for rank, record in enumerate(records):
             if record["failed"] and rank != self.rank:
                 raise RuntimeError(
                     f"Rank {rank} could not finish tracked step {int(first['step'])}; its own error says why."
                 )
-        for rank, record in enumerate(records):
+        for rank, record in present:
             if record["layout"] != first["layout"]:
                 raise RuntimeError(
-                    f"Rank {rank} tracks other values than rank 0 at step {int(first['step'])}. Schedules must say "
+                    f"Rank {rank} tracks other values than rank {one} at step {int(first['step'])}. Schedules must say "
                     "the same on all ranks, and log(..., reduce=...) must be called with the same names."
                 )
 
@@ -181,18 +266,21 @@ class World:
         """Add the buffers of all ranks, in place, without waiting."""
         if self._sums is None:
             return Pending(buffer)
-        return Pending(buffer, dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True))
+        work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
+        return Pending(buffer, work, self.explain)
 
     def pool(self, buffer: Tensor) -> Tensor:
         """Add the buffers of all ranks, in place, for use on the device right after."""
         if self._sums is not None:
-            dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
+            with self._explained("add vectors"):
+                dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
         return buffer
 
-    def tell(self, buffer: Tensor) -> Tensor:
-        """Overwrite the buffers of all ranks with that of rank 0."""
+    def tell(self, buffer: Tensor, rank: int = 0) -> Tensor:
+        """Overwrite the buffers of all ranks with that of one."""
         if self._sums is not None:
-            dist.broadcast(self._traffic.count(buffer), group=self._sums, group_src=0)
+            with self._explained("send a vector"):
+                dist.broadcast(self._traffic.count(buffer), group=self._sums, group_src=rank)
         return buffer
 
     def traffic(self) -> Traffic:
@@ -220,3 +308,8 @@ def first_difference(descriptions: list[dict[str, str]]) -> str | None:
             if here != there:
                 return f"rank {rank} has {name} = {there}, rank 0 has {name} = {here}"
     return None
+
+
+def _in_short(ranks: list[int], shown: int = 8) -> str:
+    more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
+    return ", ".join(map(str, ranks[:shown])) + more

@@ -92,3 +92,8 @@ COORDINATES = {
     "batch_size": Field((), "batch size", "samples", "samples of all ranks together", dtype="int64"),
 }
 """Coordinates on ``step`` that every group carries."""
+
+
+def coordinates_of(group: str) -> list[str]:
+    """Names of the coordinates on ``step`` in this group; the user's log knows no batch size."""
+    return [name for name in COORDINATES if not (group == "log" and name == "batch_size")]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from distcockpit.active import Actives
+from distcockpit.active import Active, Actives
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.clock import Clock
 from distcockpit.cover import Cover
@@ -23,13 +22,15 @@ from distcockpit.curvature import Diagonals
 from distcockpit.gradients.uses import Layer
 from distcockpit.gradients.walk import BLOCK_ELEMENTS
 from distcockpit.layers import Modules, batchnorms, training
+from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Model
-from distcockpit.recorder import Recorder, Result
-from distcockpit.reduce import HEADER, Layout, Pending, World, pack
+from distcockpit.quantities.batch import Model, Update
+from distcockpit.recorder import Recorder, Result, Stamp
+from distcockpit.reduce import CLOSE, Pending, World, record_of
 from distcockpit.selfcheck import SelfCheck
+from distcockpit.update import Start, interrupted_update
 from distcockpit.userlog import UserLog
-from distcockpit.writer import EXIT_SECONDS
+from distcockpit.writer import at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ LOG_SECONDS = 1.0  # rows of the user's log go to the writer at most this often
 
 if TYPE_CHECKING:
     from distcockpit.step import TrackedStep
-    from distcockpit.update import Start
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,28 @@ class Session:
     check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
-    _keeps_initial: bool = False
+    resumed: bool = False  # whether the store held rows of this run
+    layouts: dict[object, Layout] = field(default_factory=dict)  # of the sums of each selection of quantities
+    last_step: int = -1
+    absent: frozenset[int] = frozenset()  # ranks that had run out of data at the latest exchange
+    exchanged_step: int = -1  # the step of that
+    keeps_initial: bool = False
+    _first_step: int | None = None
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
     _logs_handed_on: float = 0.0
-    _last_step: int = -1
     _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     _outstanding: list[Pending] = field(default_factory=list)
     _unread: dict[str, tuple[Layout, Pending]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.actives = Actives(self.setup.quantities)
-        self._keeps_initial = self.setup.world.rank == 0 and any(q.needs.initial for q in self.setup.quantities)
+        self.keeps_initial = self.setup.world.rank == 0 and any(q.needs.initial for q in self.setup.quantities)
         self.check = SelfCheck(dict(self.setup.tracked))
         self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
-        atexit.register(self.close, orderly=False)
+        if not _open:
+            at_exit(_close_all)
+        _open[id(self)] = self
 
     def begin(self, tracked: TrackedStep, step: int) -> None:
         """Check a step that begins.
@@ -150,18 +157,37 @@ class Session:
             raise RuntimeError(f"track(step={step}): the cockpit is closed. Construct another one with a new store.")
         if self.inside is not None:
             raise RuntimeError(
-                f"track(step={step}): step {self._last_step} has not ended; `track` must not be entered twice. Put "
+                f"track(step={step}): step {self.last_step} has not ended; `track` must not be entered twice. Put "
                 "all micro-batches of a step inside one `with cockpit.track(step):`."
             )
-        if step <= self._last_step:
+        if step <= self.last_step:
             raise ValueError(
-                f"track(step={step}): steps must grow, the latest was {self._last_step}. Count optimizer steps over "
+                f"track(step={step}): steps must grow, the latest was {self.last_step}. Count optimizer steps over "
                 "the whole run, not within an epoch."
             )
         self.clock.enter()
-        self.inside, self._last_step = tracked, step
-        if self._keeps_initial and not self.initial:
+        self.begin_segment(step)
+        self.inside, self.last_step = tracked, step
+
+    def begin_segment(self, step: int) -> None:
+        """The first step that is tracked or logged: a resumed run drops its rows from there."""
+        if self._first_step is not None:
+            return
+        self._first_step = step
+        if self.recorder is not None:
+            # The row of an update that ended at this step will be written again, or is cut in two.
+            limits = {q.name: step - 1 for q in self.setup.quantities if q.ends_updates}
+            if self.start is not None:
+                limits |= {q.name: self.start.stamp.step for q in self.start.displaced}
+            limits["log"] = min([step, *self.userlog.entries])
+            self.recorder.begin(step, limits)
+        if self.keeps_initial and not self.initial and not self.resumed:
             self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
+
+    @property
+    def may_load(self) -> bool:
+        """Whether no step has begun yet."""
+        return self._first_step is None
 
     def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Compare the sizes that quantities saw with the other ranks', once per quantity; all ranks call it.
@@ -220,10 +246,10 @@ class Session:
         right = self.check.last_checked
         self.say_once(
             "wrong",
-            f"step {self._last_step}: individual gradients were right at step {right} and are not any more; "
+            f"step {self.last_step}: individual gradients were right at step {right} and are not any more; "
             f"rows in between, and from now on, may be wrong: {error}",
         )
-        self.check.give_up(parameters, self._last_step)
+        self.check.give_up(parameters, self.last_step)
         self.tell_coverage()
 
     def coverage(self) -> Coverage:
@@ -274,6 +300,7 @@ class Session:
         """
         if self._closed:
             raise RuntimeError(f"log(step={step}): the cockpit is closed. Construct another one with a new store.")
+        self.begin_segment(step)
         self.userlog.add(step, epoch, reduce, scalars, time.time())
         self.hand_on_logs()
 
@@ -282,8 +309,12 @@ class Session:
         self.inside = None
         self.clock.leave()
 
-    def finish_update(self, step: int) -> Start | None:
+    def finish_update(self, step: int, now: Mapping[str, Tensor] | None = None) -> Start | None:
         """Take the start of the update that is known at the beginning of ``step``, and record its displacement.
+
+        Args:
+            step: The step that begins.
+            now: The parameters, where they are not those of this rank's model.
 
         Returns:
             The start, or ``None`` if there is none or steps lie in between.
@@ -291,7 +322,7 @@ class Session:
         start, self.start = self.start, None
         if start is None or start.stamp.step == step - 1:
             if start is not None:
-                self._record_displacement(start)
+                self._record_displacement(start, now=now)
             return start
         self.say_once(
             "gap",
@@ -300,11 +331,49 @@ class Session:
         )
         return None
 
-    def _record_displacement(self, start: Start, *, closing: bool = False) -> None:
+    def ending_update(
+        self, step: int, start: Start | None, active: Active, tracked: Mapping[str, Tensor], scale: float | None
+    ) -> tuple[Update | None, Stamp | None]:
+        """The update that ends at this step, if a quantity looks at it, and the stamp of its row.
+
+        Args:
+            step: The step.
+            start: Where the update began.
+            active: The quantities of the step.
+            tracked: The tracked parameters as they are now.
+            scale: Of the gradient scaler now.
+        """
+        if not any(q.starts(step - 1) for q in active.with_need("update")):
+            return None, None
+        if start is not None:
+            return start.project(tracked, scale, self.setup.block_elements), start.stamp
+        if self.resumed and step == self._first_step:
+            return interrupted_update(tracked), Stamp(step - 1, None, time.time(), 0)
+        return None, None
+
+    def keeps_values(self, starting: Active) -> bool:
+        """Whether this rank needs the parameters of a step at which these rows begin."""
+        return starting.wants("update") or (starting.wants("displacement") and self.setup.world.rank == 0)
+
+    def must_tell(self, step: int) -> bool:
+        """Whether rank 0 has run out of data, and waits for the parameters of this step: an update ended there."""
+        if 0 not in self.absent or self.exchanged_step != step - 1:
+            return False
+        return any(q.needs.displacement and q.starts(step - 1) for q in self.setup.quantities)
+
+    def record_displacement(self) -> None:
+        """The optimizer has made its step, and no other will follow on this rank: record how far it went."""
+        if self.start is not None:
+            self._record_displacement(self.start)
+            self.start = replace(self.start, displaced=(), _displacement={})
+
+    def _record_displacement(
+        self, start: Start, *, closing: bool = False, now: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Rank 0 tells the facts of an update; nothing is sent. At the end of a run there may have been none."""
         if self.recorder is None or not start.displaced:
             return
-        d = start.displacement(self.setup.tracked)
+        d = start.displacement(self.setup.tracked if now is None else now)
         if closing and not any(bool(t.any()) for t in d.values()):
             return
         step, device = start.stamp.step, self.setup.device
@@ -340,9 +409,9 @@ class Session:
             self.recorder.record(result)
         self.hand_on_logs()
 
-    def hand_on_logs(self, *, everything: bool = False) -> None:
+    def hand_on_logs(self, *, everything: bool = False, at_once: bool = False) -> None:
         """Give rank 0's recorder the rows of the user's log that will not change any more."""
-        if not everything and time.monotonic() - self._logs_handed_on < LOG_SECONDS:
+        if not (everything or at_once) and time.monotonic() - self._logs_handed_on < LOG_SECONDS:
             return  # one job for many rows, so that a loop that logs at every step does not fill the writer's queue
         self._logs_handed_on = time.monotonic()
         entries = self.userlog.take_complete(everything=everything)
@@ -352,17 +421,20 @@ class Session:
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""
         if self.recorder is not None:
-            self._logs_handed_on = 0.0
             self.hand_on_logs(everything=not self.userlog.is_riding)
             self.recorder.flush()
             self._raise_fault()
 
     def close(self, *, orderly: bool) -> None:
-        """Write everything and end. Only an orderly end talks with, or waits for, other ranks."""
+        """Write everything and end. Only an orderly end talks with, or waits for, other ranks.
+
+        Raises:
+            RuntimeError: If faults of the store shall raise and there is one.
+        """
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        _open.pop(id(self), None)
         try:
             if orderly and self.start is not None:
                 self._record_displacement(self.start, closing=True)
@@ -372,21 +444,33 @@ class Session:
             if orderly:
                 for pending in self._outstanding:
                     pending.result()
+        except RuntimeError as error:  # the run is over; its other ranks ended otherwise, or are gone
+            logger.warning("distcockpit: close(): %s", error)
+            orderly = False
         finally:
+            self.setup.world.leave_word(f"closed after step {self.last_step}")
             self.hand_on_logs(everything=True)
             if self.recorder is not None:
-                self.recorder.close("closed", None) if orderly else self.recorder.close("running", EXIT_SECONDS)
+                self.recorder.close("closed" if orderly else "running", wait_for_ranks=orderly)
         if orderly:
             self.setup.world.close()
             self._raise_fault()
 
     def _send_last_logs(self) -> None:
-        world, device = self.setup.world, self.setup.device
-        riding = self.userlog.take_riding(world.size, device)
-        world.header({name: 0.0 for name in HEADER} | {"step": self._last_step, "layout": digest(list(riding))})
-        sums = {f"log/{name}": value for name, value in riding.items()}
+        world, device, names = self.setup.world, self.setup.device, self.userlog.riding_names
+        world.header(record_of(CLOSE, self.last_step, layout=digest(names), riding=len(names)))
+        sums = {f"log/{name}": value for name, value in self.userlog.take_riding(world.size, device).items()}
         nothing = Pending(pack({}, device))
         self.send(Result(0, [], Layout.of(sums), world.sum(pack(sums, device)), Layout.of({}), nothing))
+
+
+_open: dict[int, Session] = {}
+"""What is not closed yet, by identity; closed when the interpreter ends."""
+
+
+def _close_all() -> None:
+    for session in list(_open.values()):
+        session.close(orderly=False)
 
 
 def digest(*facts: Any) -> int:

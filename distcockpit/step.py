@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from distcockpit.active import Active
@@ -16,13 +15,14 @@ from distcockpit.capture import Capture
 from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.hutchinson import quadratic_forms
 from distcockpit.layers import check_batchnorm, training
-from distcockpit.pooling import LocalCurvature, Pool, look, observed
-from distcockpit.quantities.batch import Fact, Update
-from distcockpit.recorder import Result, Stamp
-from distcockpit.reduce import HEADER, Layout, Pending, pack
+from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
+from distcockpit.quantities.batch import Update
+from distcockpit.recorder import Stamp
+from distcockpit.reduce import TRACK, record_of
 from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine, norm_of
+from distcockpit.sending import send
 from distcockpit.session import Session, digest
-from distcockpit.update import Start
+from distcockpit.shadow import Told, share_present
 
 
 class TrackedStep:
@@ -39,11 +39,11 @@ class TrackedStep:
         self._maybe_session, self._step, self._epoch = session, step, epoch
         self._weight, self._batch_size = weight, batch_size
         self._active = Active([])
-        self._update: Update | None = None
-        self._start_stamp: Stamp | None = None
+        self._ending: tuple[Update | None, Stamp | None] = None, None
         self._values: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
+        self._must_tell = False
 
     def __enter__(self) -> Self:
         if self._maybe_session is not None:
@@ -68,6 +68,10 @@ class TrackedStep:
                 self._capture.stop()
                 if kind is None:
                     self._finish(self._capture)
+            elif self._must_tell and kind is None:
+                self._exchange(0, 0.0)
+            if error is not None:
+                self._setup.world.note(error)
         finally:
             self._session.end()
 
@@ -82,18 +86,16 @@ class TrackedStep:
         session, setup = self._session, self._setup
         self._active = session.actives.touched(self._step)
         start = session.finish_update(self._step)
+        self._must_tell = session.must_tell(self._step)
         if not self._active:
             return
+        setup.world.leave_word(f"in tracked step {self._step}")
         watched = session.check.begin()
         session.check_trainable(self._step)
         check_batchnorm(setup.batchnorms, setup.track_batchnorm)
-        if start is not None and any(q.starts(self._step - 1) for q in self._active.with_need("update")):
-            self._start_stamp, self._update = (
-                start.stamp,
-                start.project(setup.tracked, setup.loss_scale(), setup.block_elements),
-            )
+        self._ending = session.ending_update(self._step, start, self._active, setup.tracked, setup.loss_scale())
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
-        if self._starting.wants("update") or (self._starting.wants("displacement") and setup.world.rank == 0):
+        if session.keeps_values(self._starting):
             self._values = {name: p.detach().clone() for name, p in setup.every.items()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
         observers = {q.name: q.observe for q in self._starting.with_need("outputs")}
@@ -119,40 +121,47 @@ class TrackedStep:
 
     def _finish(self, capture: Capture) -> None:
         session, setup = self._session, self._setup
-        riding = session.userlog.take_riding(setup.world.size, setup.device)
-        record = {name: 0.0 for name in HEADER} | {"step": self._step}
         try:
             session.check_health()
             captured = self._captured(capture)
             curvatures = self._curvatures(captured)
             sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception:
-            self._report_failure(record)
+            setup.world.refuse(record_of(TRACK, self._step))
             raise
-        record["batch_size"] = sum(c.batch_size for c in captured)
-        record["weight"] = sum(c.weight for c in captured)
-        record["layout"] = digest([q.name for q in self._active], self._update is not None, list(riding))
-        before = time.perf_counter()
-        records = setup.world.header(record)
-        session.clock.wait += time.perf_counter() - before
-        pool = Pool(
-            n=int(sum(r["batch_size"] for r in records)),
-            weight=sum(r["weight"] for r in records),
-        )
+        update, start_stamp = self._ending
+        pool, told = self._exchange(sum(c.batch_size for c in captured), sum(c.weight for c in captured))
         session.agree_on_sizes(sizes)
+        side = Side(
+            self._step,
+            pool,
+            captured,
+            capture.arrivals,
+            self._active,
+            self._starting,
+            update,
+            curvatures,
+            told.present,
+            self._values,
+            lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
+        )
         try:
-            self._send(captured, pool, curvatures, riding, capture)
+            send(session, side, Stamp(self._step, self._epoch, time.time(), pool.n), start_stamp, told.riding)
         except BaseException:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
             session.broken = True
             raise
 
-    def _report_failure(self, record: dict[str, float]) -> None:
-        """Let the other ranks fail too, instead of waiting for this one."""
-        try:
-            self._setup.world.header({**record, "failed": 1})
-        except RuntimeError:
-            pass  # this rank's own error is the one to show
+    def _exchange(self, batch_size: int, weight: float) -> tuple[Pool, Told]:
+        """The header, and what ranks that have run out of data must hear."""
+        session, world = self._session, self._setup.world
+        riding = session.userlog.riding_names
+        layout = digest([q.name for q in self._active], self._ending[0] is not None, riding)
+        record = record_of(TRACK, self._step, batch_size=batch_size, weight=weight, layout=layout, riding=len(riding))
+        before = time.perf_counter()
+        records = world.header(record)
+        session.clock.wait += time.perf_counter() - before
+        return Pool.of(records), share_present(session, records, Present.of(self._setup), self._epoch)
 
     def _captured(self, capture: Capture) -> list[Captured]:
         setup = self._setup
@@ -255,59 +264,6 @@ class TrackedStep:
                         f"batch_dim=... or track(step, batch_size=...); else {record}."
                     )
                 raise RuntimeError(f"{who}. Give DistCockpit the loss module (loss_fn=...), or {record}.")
-
-    def _send(
-        self,
-        captured: Sequence[Captured],
-        pool: Pool,
-        curvatures: LocalCurvature,
-        riding: Mapping[str, Tensor],
-        capture: Capture,
-    ) -> None:
-        """Everything that is summed: computed, packed, and sent on its way."""
-        session, setup = self._session, self._setup
-        stamp = Stamp(self._step, self._epoch, time.time(), pool.n)
-        seen = look(
-            session,
-            self._step,
-            pool,
-            captured,
-            capture.arrivals,
-            self._active,
-            self._update,
-            curvatures,
-            capture.forward_seconds,
-            keeps=self._starting.wants("update"),
-        )
-        rows = [q for q in self._active if not self._active.needs[q.name].displacement]
-        parts = {
-            f"{q.name}/{key}": value for q in rows for key, value in q.local(seen[q.name], session.memory_of(q)).items()
-        }
-        sums = {
-            key: torch.as_tensor(value, dtype=torch.float64, device=setup.device)
-            for key, value in parts.items()
-            if not isinstance(value, Fact)
-        }
-        sums |= {f"log/{name}": value for name, value in riding.items()}
-        facts = {key: v.value for key, v in parts.items() if isinstance(v, Fact) and v.value is not None}
-        stamps = dict.fromkeys(self._active.needs, stamp)
-        if self._start_stamp is not None:
-            stamps |= {q.name: self._start_stamp for q in self._active.with_need("update")}
-        session.send(
-            Result(
-                stamp.n,
-                [(q, stamps[q.name]) for q in rows],
-                Layout.of(sums),
-                setup.world.sum(pack(sums, setup.device)),
-                Layout.of(facts),
-                Pending(pack(facts, setup.device)),
-            )
-        )
-        if self._values is not None:
-            losses = next(iter(seen.values())).losses
-            kept = [micro.batch.what_is_needed() for micro in captured] if self._starting.wants("update") else []
-            displaced = self._starting.with_need("displacement")
-            session.start = Start(stamp, self._values, losses, setup.loss_scale(), kept, displaced)
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
         """Each diagonal and each estimate that is asked for."""

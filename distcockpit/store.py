@@ -2,17 +2,19 @@
 
 ::
 
-    run.zarr/                attributes: format, format_version, state, commit, committed_step, config, ...
+    run.zarr/                attributes: format, version, state, generation, commit, committed_step, segments, ...
     ├── alpha/               one group per quantity; its rows are the steps at which it was tracked
     │   ├── step             (step) int64, -1 where nothing was written
     │   ├── wall_time, epoch, batch_size   (step) coordinates
     │   ├── alpha, ...       (step, ...) the quantity's fields
     │   └── parameter, ...   (parameter) labels of the other dimensions
-    └── log/                 the user's scalars
+    ├── log/                 the user's scalars
+    └── writer/              who writes; only while somebody does, and not in the consolidated metadata
 
 A commit writes chunks, then array documents, then group documents, and last the root document, whose consolidated
 metadata holds every shape. A single key is replaced as a whole, so that the root document decides: rows beyond the
-shapes it states do not exist. Pending bytes are forgotten only after it is written.
+shapes it states do not exist. Pending bytes are forgotten only after it is written. A run that is resumed drops rows in
+the other order: root, groups, arrays, the last chunks, what lies beyond; ``generation`` grows.
 
 The only file that writes Zarr. zarr creates the documents once, in memory; after that only shapes change, and chunks
 are encoded directly: its own append holds the interpreter lock and allocates enough to set off garbage collections.
@@ -22,159 +24,238 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zarr
-from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 from zarr.storage import MemoryStore
 
-from distcockpit.schema import COORDINATES, FORMAT, FORMAT_VERSION, Field, Group, Row
+from distcockpit.columns import COMPRESSOR, LEVEL, Column
+from distcockpit.keys import PARTIAL, Keys
+from distcockpit.lock import KEY as LOCK
+from distcockpit.lock import Lock
+from distcockpit.schema import COORDINATES, FORMAT, FORMAT_VERSION, Field, Group, Row, coordinates_of
 
 CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
-
-COMPRESSOR: Final = "lz4"
-LEVEL: Final = 5
-
-
-class Column:
-    """One array: its document, its committed chunks, and the chunk that is still growing."""
-
-    def __init__(self, key: str, document: dict[str, Any], fill: float | int) -> None:
-        self.key, self.document = key, document
-        self.rows = 0
-        self.fill = fill
-        chunk_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
-        self._tail = np.full(chunk_shape, fill, dtype=document["data_type"])
-        # A chunk is at least 1 long on every axis, an array may be 0.
-        self._row_shape = tuple(document["shape"][1:])
-        self._row: tuple[slice, ...] = (slice(None), *(slice(size) for size in self._row_shape))
-        self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
-        self._full: dict[str, bytes] = {}
-        self._dirty = False
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows per chunk."""
-        return len(self._tail)
-
-    def fitting(self, value: Any) -> Any:
-        """The value in the type and shape of a row.
-
-        Raises:
-            ValueError: If it does not fit.
-        """
-        if not self._row_shape and isinstance(value, float | int | np.generic):
-            return self._tail.dtype.type(value)
-        array = np.asarray(value, self._tail.dtype)
-        return array if array.shape == self._row_shape else np.broadcast_to(array, self._row_shape)
-
-    def append(self, value: Any) -> bool:
-        """Add a row; says whether that filled a chunk."""
-        rows = len(self._tail)
-        at = self.rows % rows
-        if self._row_shape:
-            self._tail[at : at + 1][self._row] = value
-        else:
-            self._tail[at] = value
-        self.rows += 1
-        self._dirty = True
-        if self.rows % rows:
-            return False
-        self._full[self._chunk_key(self.rows // rows - 1)] = self._encoded()
-        self._tail.fill(self.fill)
-        self._dirty = False
-        return True
-
-    def skip(self, rows: int) -> None:
-        """Begin behind ``rows`` rows that hold the fill value."""
-        for index in range(rows // self.chunk_rows):
-            self._full[self._chunk_key(index)] = self._encoded()
-        self.rows, self._dirty = rows, rows % self.chunk_rows > 0
-
-    def pending(self) -> dict[str, bytes]:
-        """Chunks that are not in the store yet."""
-        tail = {self._chunk_key(self.rows // self.chunk_rows): self._encoded()} if self._dirty else {}
-        return {**self._full, **tail}
-
-    def committed(self) -> None:
-        """Forget what the store now has."""
-        self._full.clear()
-        self._dirty = False
-
-    def current_document(self) -> dict[str, Any]:
-        """The array's metadata with its present shape."""
-        return {**self.document, "shape": [self.rows, *self.document["shape"][1:]]}
-
-    def _encoded(self) -> bytes:
-        return bytes(self._blosc.encode(self._tail))
-
-    def _chunk_key(self, index: int) -> str:
-        return "/".join([self.key, "c", str(index), *("0" for _ in self._tail.shape[1:])])
+ROOT = "zarr.json"
 
 
 class RunStore:
     """A run being written.
 
     Args:
-        path: Folder of the store.
-        mode: "w-" refuses an existing run, "w" replaces one.
+        keys: Where its bytes go.
+        mode: "w-" refuses an existing run, "w" replaces one, "a" goes on with one if there is one.
         groups: The groups of the quantities.
         attributes: Attributes of the root.
+        lock_seconds: A writer that gave no sign of life for so long is gone.
+        unwritten_bytes: Most memory for full chunks that the store did not take; rows beyond it are dropped.
 
     Raises:
-        FileExistsError: If there is a run and ``mode="w-"``, or something that is no run of distcockpit.
-        NotImplementedError: For ``mode="a"``.
+        FileExistsError: If there is a run and ``mode="w-"``, something that is no run of ours, or another writer.
+        ValueError: If the run that is there is not the one to be resumed.
+        OSError: If the store cannot be written.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        keys: Keys,
         mode: str,
         groups: Mapping[str, Group],
         attributes: Mapping[str, Any],
+        lock_seconds: float = 60.0,
+        unwritten_bytes: int = 256 << 20,
     ) -> None:
-        self.path = Path(path).resolve()
-        self._attributes = {
+        self._keys, self._lock = keys, Lock(keys, lock_seconds)
+        self._unwritten_bytes = unwritten_bytes
+        self._attributes: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "state": "running",
             "generation": 0,
             "commit": 0,
             "committed_step": -1,
+            "dropped_rows": 0,
+            "segments": [],
             **attributes,
+            "writer": self._lock.writer.token,
         }
         self._columns: dict[str, dict[str, Column]] = {}
         self._labels: dict[str, dict[str, Any]] = {}
         self._group_attributes: dict[str, dict[str, Any]] = {}
         self._first: dict[str, bytes] = {}
         self._last_step = -1
+        self._found: dict[str, np.ndarray] = {}  # steps that a resumed run holds, by group, until `begin`
+        self._has_begun = False
+        self._written: dict[str, bytes] = {}  # documents, by key
+        self._pending_bytes = 0
+        self.unwritten_rows = 0
         for name, group in {
             **groups,
             "log": Group({}, {}, {"description": "scalars of the training script"}),
         }.items():
             self._add_group(name, group)
-        make_room(self.path, mode)
-        self.path.mkdir(parents=True, exist_ok=True)
-        # The first key makes the folder recognisable as a run of ours, should the rest fail.
-        self._put_document("", _group_document(self._attributes, {}))
-        self.commit()
+        self._open(mode)
 
-    # -- schema --------------------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self._keys.name
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that were lost since the run began, because they came faster than the store took them."""
+        return self._attributes["dropped_rows"]
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a resumed run has rows."""
+        return any(len(steps) for steps in self._found.values())
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    def _open(self, mode: str) -> None:
+        try:
+            root = self._root()
+            is_ours = root.get("format") == FORMAT
+            if not is_ours and any(not key.endswith((LOCK, PARTIAL)) for key in self._keys.list()):
+                raise FileExistsError(
+                    f"store={self.name!r} exists and is no run of distcockpit, so it is left alone. Choose another "
+                    "path."
+                )
+            if is_ours and mode == "w-":
+                raise FileExistsError(
+                    f"store={self.name!r} already holds a run. Choose another path, mode='a' to resume that run, or "
+                    "mode='w' to replace it."
+                )
+            self._lock.check(patient=mode == "a")
+            if is_ours and mode == "w":
+                self._keys.clear()
+            self._lock.take()
+            try:
+                if is_ours and mode == "a":
+                    self._resume(root)
+                else:
+                    # The first key makes the folder recognisable as a run of ours, should the rest fail.
+                    self._put({ROOT: _group_document(self._attributes, {})})
+                    self._has_begun = True
+                    self.commit()
+            except BaseException:
+                self._lock.release()
+                raise
+        except (FileExistsError, ValueError):
+            raise
+        except Exception as error:  # each kind of store has its own
+            raise OSError(f"store={self.name!r} could not be written: {type(error).__name__}: {error}") from error
+
+    def _root(self) -> dict[str, Any]:
+        """The attributes of the root that is there; nothing if it is none."""
+        try:
+            return dict(json.loads(self._keys.get_one(ROOT) or b"{}")["attributes"])
+        except (ValueError, KeyError, TypeError):
+            return {}
+
+    def _resume(self, root: Mapping[str, Any]) -> None:
+        """Take over what a run holds.
+
+        Raises:
+            ValueError: If it is another run.
+        """
+        different = f"store={self.name!r}, mode='a': this is not the run to be resumed:"
+        if root["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"store={self.name!r}, mode='a': has format version {root['format_version']}, this distcockpit writes "
+                f"{FORMAT_VERSION}. Choose another path."
+            )
+        there, here = _identity(root), _identity(self._attributes)
+        for name in dict.fromkeys([*there, *here]):
+            if there.get(name) != here.get(name):
+                raise ValueError(
+                    f"{different} it has {name} = {there.get(name, 'nothing')}, this one {here.get(name, 'nothing')}. "
+                    "Construct DistCockpit as it was, or choose another path."
+                )
+        metadata = json.loads(self._keys.get_one(ROOT) or b"")["consolidated_metadata"]["metadata"]
+        for path in metadata:
+            group, _, name = path.partition("/")
+            if group == "log" and name and name not in self._columns["log"]:
+                self._add_column("log", name, Field((), name), Group({}))
+        try:
+            for group, columns in self._columns.items():
+                for name, column in columns.items():
+                    columns[name] = column.adopt(metadata[f"{group}/{name}"])
+                step, rows = columns["step"], metadata[f"{group}/step"]["shape"][0]
+                self._found[group] = step.read(rows, self._keys.get(step.all_chunks(rows)))
+        except KeyError as error:
+            raise ValueError(f"{different} it holds no array {error}. Choose another path.") from error
+        except ValueError as error:
+            raise ValueError(f"{different} {error}. Choose another path.") from error
+        kept = ("generation", "commit", "committed_step", "dropped_rows")
+        segments = [*root["segments"], *self._attributes["segments"]]
+        self._attributes |= {name: root[name] for name in kept} | {"segments": segments}
+
+    def begin(self, step: int, limits: Mapping[str, int]) -> None:
+        """The first step of this segment is known: drop the rows of a resumed run that will be written again.
+
+        Args:
+            step: The first step that is tracked or logged.
+            limits: For each group the first step whose row is dropped, ``step`` where nothing is said.
+
+        Raises:
+            Exception: If the store cannot be read or written; call it again.
+        """
+        *earlier, segment = self._attributes["segments"] or [{}]
+        earlier = [{**each, "last_step": min(each["last_step"], step - 1)} for each in earlier]
+        segments = [*earlier, {**segment, "first_step": step, "last_step": step - 1}] if segment else []
+        if not self._has_begun:
+            rows = {group: int(np.searchsorted(steps, limits.get(group, step))) for group, steps in self._found.items()}
+            columns = [(column, rows[group]) for group, each in self._columns.items() for column in each.values()]
+            chunks = self._keys.get([key for column, n in columns for key in column.last_chunk(n)])
+            for column, n in columns:
+                column.cut(n, chunks)
+            last = [int(steps[rows[group] - 1]) for group, steps in self._found.items() if rows[group]]
+            self._last_step = max(last, default=-1)
+            self._attributes |= {"segments": segments}
+            if any(rows[group] < len(steps) for group, steps in self._found.items()):
+                self._shrink()
+            self._found, self._has_begun = {}, True
+        self._attributes |= {"segments": segments}
+
+    def _shrink(self) -> None:
+        documents = self._documents()
+        attributes = {
+            **self._attributes,
+            "generation": self._attributes["generation"] + 1,
+            "commit": self._attributes["commit"] + 1,
+            "committed_step": self._last_step,
+        }
+        self._check_root()
+        self._put({ROOT: _group_document(attributes, documents.consolidated)})
+        self._attributes = attributes
+        self._put(documents.groups)
+        self._put(documents.arrays)
+        columns = [column for each in self._columns.values() for column in each.values()]
+        self._keys.put({key: data for column in columns for key, data in column.tail().items()})
+        by_key = {column.key: column for column in columns}
+        self._keys.delete([
+            key
+            for key in self._keys.list()
+            if key.endswith(PARTIAL)
+            or ((column := by_key.get(key.partition("/c/")[0])) is not None and column.is_beyond(key))
+        ])
+
+    # -- schema --------------------------------------------------------------------------------------------------------
 
     def _add_group(self, name: str, group: Group) -> None:
         self._columns[name], self._labels[name] = {}, {}
         self._group_attributes[name] = dict(group.attributes)
         self._add_column(name, "step", STEP, group)
-        for coordinate in _coordinates(name):
+        for coordinate in coordinates_of(name):
             self._add_column(name, coordinate, COORDINATES[coordinate], group)
         for field_name, field in group.fields.items():
             self._add_column(name, field_name, field, group)
@@ -187,9 +268,9 @@ class RunStore:
         rows = STEP_CHUNK_ROWS if name == "step" else _chunk_rows(inner, np.dtype(field.dtype).itemsize)
         attributes = field.attributes()
         if name not in COORDINATES and name != "step":
-            attributes["coordinates"] = " ".join(_coordinates(group_name))
+            attributes["coordinates"] = " ".join(coordinates_of(group_name))
         fill = -1 if name == "step" else field.fill
-        documents = _documents(
+        documents = _made_by_zarr(
             lambda root: root.create_array(
                 name,
                 shape=(0, *inner),
@@ -212,14 +293,14 @@ class RunStore:
             array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,))
             array[:] = np.array(labels, dtype=object)
 
-        documents = _documents(create)
+        documents = _made_by_zarr(create)
         self._labels[group_name][dim] = json.loads(documents.pop(f"{dim}/zarr.json"))
         self._first.update({f"{group_name}/{k}": v for k, v in documents.items() if not k.endswith("zarr.json")})
 
-    # -- rows ----------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def append(self, group: str, step: int, row: Row, coordinates: Mapping[str, Any]) -> bool:
-        """Add a row; it is stored at the next commit.
+        """Add a row; it is stored at the next commit. Where memory for unwritten rows is full, it is dropped.
 
         Args:
             group: Name of the group.
@@ -246,113 +327,107 @@ class RunStore:
         values = {"step": step, **coordinates, **row}
         # All values are converted before one is appended, so that a row that does not fit leaves no trace.
         fitting = {name: column.fitting(values[name]) for name, column in columns.items() if name in values}
-        full = [column.append(fitting.get(name, column.fill)) for name, column in columns.items()]
+        if self._pending_bytes > self._unwritten_bytes:
+            self.drop(1)
+            return False
+        full = sum([column.append(fitting.get(name, column.fill)) for name, column in columns.items()])
+        self._pending_bytes += full
+        self.unwritten_rows += 1
         self._last_step = max(self._last_step, step)
-        return any(full)
+        return full > 0
+
+    def drop(self, rows: int) -> None:
+        """Rows are lost; the store will say so."""
+        self._attributes = {**self._attributes, "dropped_rows": self._attributes["dropped_rows"] + rows}
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Exchange attributes of the root; they are stored at the next commit."""
         self._attributes = {**self._attributes, **attributes}
 
+    # -- writing -------------------------------------------------------------------------------------------------------
+
     def commit(self, state: str = "running") -> None:
-        """Make all rows durable: chunks, arrays, groups, and last the root.
+        """Make all rows durable: chunks, arrays, groups, and last the root. A resumed run must have begun.
 
         Raises:
-            OSError: If the store cannot be written; the rows are kept and tried again at the next commit.
+            Exception: If the store cannot be written; the rows are kept and tried again at the next commit.
         """
-        everything = [column for columns in self._columns.values() for column in columns.values()]
-        for key, data in self._first.items():
-            self._put(key, data)
-        for column in everything:
-            for key, data in column.pending().items():
-                self._put(key, data)
-        metadata: dict[str, Any] = {}
-        for group, columns in self._columns.items():
-            arrays = {name: column.current_document() for name, column in columns.items()} | self._labels[group]
-            for name, document in arrays.items():
-                self._put_document(f"{group}/{name}", document)
-            self._put_document(group, _group_document(self._group_attributes[group], arrays))
-            metadata[group] = _group_document(self._group_attributes[group], {})
-            metadata.update({f"{group}/{name}": document for name, document in arrays.items()})
+        if not self._has_begun:
+            return
+        columns = [column for each in self._columns.values() for column in each.values()]
+        self._check_root()
+        documents = self._documents()
+        self._keys.put(self._first)
+        self._keys.put({key: data for column in columns for key, data in column.pending().items()})
+        self._put(documents.arrays)
+        self._put(documents.groups)
+        segments = self._attributes["segments"]
+        if segments and "first_step" in segments[-1]:
+            segments = [*segments[:-1], {**segments[-1], "last_step": self._last_step}]
         attributes = {
             **self._attributes,
             "state": state,
+            "segments": segments,
             "commit": self._attributes["commit"] + 1,
             "committed_step": self._last_step,
         }
-        self._put_document("", _group_document(attributes, metadata))
+        self._put({ROOT: _group_document(attributes, documents.consolidated)})
         self._attributes = attributes
         self._first.clear()
-        for column in everything:
+        for column in columns:
             column.committed()
+        self._pending_bytes = self.unwritten_rows = 0
 
-    # -- keys ----------------------------------------------------------------------------------------------------
+    def renew(self) -> None:
+        """Tell others that this process still writes the store, if that is due."""
+        self._lock.renew()
 
-    def _put_document(self, node: str, document: dict[str, Any]) -> None:
-        self._put(f"{node}/zarr.json" if node else "zarr.json", json.dumps(document, indent=1).encode())
+    @property
+    def seconds_to_renewal(self) -> float:
+        """When `renew` has something to do."""
+        return self._lock.seconds_to_renewal
 
-    def _put(self, key: str, data: bytes) -> None:
-        """Replace one key as a whole."""
-        target = self.path / key
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    def release(self) -> None:
+        """Let others write the store."""
+        self._lock.release()
 
+    def _check_root(self) -> None:
+        """Whether the root is the one that this process wrote.
 
-def make_room(path: Path, mode: str) -> None:
-    """See that a new run may be written at ``path``; with ``mode="w"`` remove an old one, and only a run of ours.
+        Raises:
+            FileNotFoundError: If it is gone.
+            FileExistsError: If another process wrote it.
+        """
+        data = self._keys.get_one(ROOT)
+        if data is not None and data == self._written.get(ROOT):
+            return
+        if data is None:
+            raise FileNotFoundError(f"{self.name} was removed while it was being written")
+        if self._written and self._root().get("writer") != self._lock.writer.token:
+            raise FileExistsError(f"another process writes {self.name} now")
 
-    Raises:
-        FileExistsError: If something stands in the way.
-        NotImplementedError: For ``mode="a"``.
-    """
-    if mode == "a":
-        raise NotImplementedError("mode='a': resuming a run is not available yet; use a new path, or mode='w'.")
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    ours = _format_of(path) == FORMAT
-    if not ours:
-        raise FileExistsError(
-            f"store={str(path)!r} exists and is no run of distcockpit, so it is left alone. Choose another path."
+    def _documents(self) -> _Documents:
+        arrays: dict[str, Any] = {}
+        groups: dict[str, Any] = {}
+        consolidated: dict[str, Any] = {}
+        for group, columns in self._columns.items():
+            mine = {name: column.current_document() for name, column in columns.items()} | self._labels[group]
+            arrays |= {f"{group}/{name}": document for name, document in mine.items()}
+            groups[group] = _group_document(self._group_attributes[group], mine)
+            consolidated[group] = _group_document(self._group_attributes[group], {})
+            consolidated |= {f"{group}/{name}": document for name, document in mine.items()}
+        return _Documents(
+            {f"{name}/{ROOT}": document for name, document in arrays.items()},
+            {f"{name}/{ROOT}": document for name, document in groups.items()},
+            consolidated,
         )
-    if mode == "w-":
-        raise FileExistsError(
-            f"store={str(path)!r} already holds a run. Choose another path, or mode='w' to replace that run."
-        )
-    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
-    path.rename(aside)  # at once, so that no reader sees half a run
-    shutil.rmtree(aside)
 
-
-def local_path(store: object) -> Path:
-    """The folder that ``store`` names.
-
-    Raises:
-        TypeError: If it is no path.
-        ValueError: If it is a URL.
-    """
-    if not isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r}: must be a path; other Zarr stores are not supported yet.")
-    if "://" in os.fspath(store):
-        raise ValueError(f"store={store!r}: must be a local path; remote stores are not supported yet.")
-    return Path(store).absolute()  # the training script may change its working directory
-
-
-def _format_of(path: Path) -> str | None:
-    try:
-        return json.loads((path / "zarr.json").read_bytes())["attributes"]["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _coordinates(group: str) -> list[str]:
-    """Names of the coordinates on ``step``; the user's log knows no batch size."""
-    return [name for name in COORDINATES if not (group == "log" and name == "batch_size")]
+    def _put(self, documents: Mapping[str, Any]) -> None:
+        """Write those documents that are not there already."""
+        data = {key: json.dumps(document, indent=1).encode() for key, document in documents.items()}
+        new = {key: each for key, each in data.items() if self._written.get(key) != each}
+        self._keys.put(new)
+        self._written |= new
 
 
 def _chunk_rows(inner: tuple[int, ...], itemsize: int) -> int:
@@ -361,13 +436,30 @@ def _chunk_rows(inner: tuple[int, ...], itemsize: int) -> int:
     return min(MAX_CHUNK_ROWS, 1 << (rows.bit_length() - 1))
 
 
-def _documents(create: Any) -> dict[str, bytes]:
+def _made_by_zarr(create: Callable[[zarr.Group], object]) -> dict[str, bytes]:
     """The keys that zarr writes for an array, made in memory."""
     memory = MemoryStore()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         create(zarr.create_group(memory))
     return {key: value.to_bytes() for key, value in memory._store_dict.items()}
+
+
+@dataclass(frozen=True)
+class _Documents:
+    arrays: dict[str, Any]  # by key
+    groups: dict[str, Any]
+    consolidated: dict[str, Any]
+
+
+def _identity(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """What makes two runs the same, by name; when they track may change."""
+    quantities = attributes.get("config", {}).get("quantities", [])
+    same = {f"parameter '{name}'": str(shape) for name, shape in attributes.get("parameters", {}).items()}
+    for options in quantities:
+        kept = {key: text for key, text in options.items() if key != "schedule"}
+        same[f"quantity '{options.get('name')}'"] = str(kept)
+    return same
 
 
 def _group_document(attributes: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from distcockpit import kernels
@@ -26,12 +28,15 @@ class Start:
     scale: float | None  # of the gradient scaler
     batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
     displaced: Sequence[Quantity]  # those that need the displacement
+    slopes: Tensor | None = None  # in a resumed run: of this rank's samples along the update, per unit length
+    inputs_were_changed: bool = False  # in a resumed run: whether that was so when it was saved
+    norm: float | None = None  # in a resumed run: the length of the update that they belong to
     _displacement: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def inputs_changed(self) -> bool:
         """Whether a kept input was overwritten."""
-        return any(use.inputs_changed for batch in self.batches for use in batch.uses)
+        return self.inputs_were_changed or any(use.inputs_changed for batch in self.batches for use in batch.uses)
 
     def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The step that the optimizer has made since, by parameter; to be asked for when it has."""
@@ -50,16 +55,28 @@ class Start:
         direction = self.displacement(parameters)
         norm = kernels.squared_norms(list(direction.values())).sum().sqrt()
         changed = self.inputs_changed
-        slopes = Projection(direction, len(self.losses))
-        if not changed:
-            walk(self.batches, self.values, list(parameters), [slopes], block_elements)
+        if self.slopes is not None:
+            slopes = self.slopes
+        else:
+            projection = Projection(direction, len(self.losses))
+            if not changed:
+                walk(self.batches, self.values, list(parameters), [projection], block_elements)
+            slopes = projection.values / norm
         return Update(
             norm=norm,
             direction=direction,
             start_losses=self.losses,
-            start_slopes=slopes.values / norm,
-            end_slopes=slopes.values[:0],
+            start_slopes=slopes,
+            end_slopes=slopes[:0],
             start_n=self.stamp.n,
             inputs_changed=changed,
             skipped=self.scale is not None and scale is not None and scale < self.scale,
+            interrupted=self.norm is not None and not math.isclose(float(norm), self.norm, rel_tol=1e-6),
         )
+
+
+def interrupted_update(parameters: Mapping[str, Tensor]) -> Update:
+    """An update of which only the end was seen."""
+    nothing = torch.zeros(0, dtype=torch.float64, device=next(iter(parameters.values())).device)
+    unknown = torch.full((), float("nan"), dtype=torch.float64, device=nothing.device)
+    return Update(unknown, {}, nothing, nothing, nothing, 0, inputs_changed=False, skipped=False, interrupted=True)

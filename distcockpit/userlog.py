@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -70,15 +70,42 @@ class UserLog:
         else:
             self._riding += [Riding(step, name, reduce, value) for name, value in kept.items()]
 
-    def take_riding(self, world_size: int, device: torch.device) -> dict[str, Tensor]:
-        """The values that ride in this exchange, as sums by ``step/name``, already divided for a mean."""
+    def expect(self, names: Sequence[str], wall_time: float) -> None:
+        """Other ranks pool these scalars, named ``step/name``; make rows for them where there are none."""
+        for name in names:
+            step = int(name.partition("/")[0])
+            if step > self._written_step:
+                self.entries.setdefault(step, LogEntry(step, None, wall_time))
+                self._last_step = max(self._last_step, step)
+
+    def take_riding(self, contributors: int, device: torch.device) -> dict[str, Tensor]:
+        """The values that ride in this exchange, as sums by ``step/name``, already divided for a mean.
+
+        Args:
+            contributors: Number of ranks that logged them.
+            device: Where the sums shall be.
+        """
         sums = {
             f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
-            / (world_size if r.reduce == "mean" else 1)
+            / (contributors if r.reduce == "mean" else 1)
             for r in self._riding
         }
         self._riding.clear()
         return sums
+
+    def riding_values(self) -> dict[str, tuple[str, float]]:
+        """What waits for an exchange: by ``step/name``, how it is pooled, and this rank's value."""
+        return {f"{r.step}/{r.name}": (r.reduce, float(r.value)) for r in self._riding}
+
+    def restore(self, entries: Sequence[LogEntry]) -> None:
+        """Go on with rows that were not complete."""
+        self.entries = {entry.step: entry for entry in entries}
+        self._last_step = max(self.entries, default=-1)
+
+    @property
+    def riding_names(self) -> list[str]:
+        """The names of what waits for an exchange, as ``step/name``."""
+        return [f"{r.step}/{r.name}" for r in self._riding]
 
     @property
     def is_riding(self) -> bool:

@@ -1,4 +1,8 @@
-"""The background thread of rank 0: waits for totals, finalizes quantities, appends rows, commits."""
+"""The background thread of rank 0: waits for totals, finalizes quantities, appends rows, commits.
+
+Nothing that happens to the store reaches the training: a full queue makes a step wait once, then rows are dropped and
+counted; a store that fails keeps its rows in memory and is tried again.
+"""
 
 from __future__ import annotations
 
@@ -9,109 +13,228 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from distcockpit.store import RunStore
 
 logger = logging.getLogger(__name__)
 
-QUEUE_STEPS = 256  # tracked steps that may wait; the training thread waits when the disk is that far behind
 PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waking it takes longer than a row does
-EXIT_SECONDS = 30.0
+POLL_SECONDS = 0.01  # between two looks at sums that are not there yet
+AGAIN_SECONDS = 1.0  # between two attempts of something that must not fail
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When rows are written, and how long anybody waits.
+
+    Args:
+        flush_seconds: Longest time between two commits while rows wait.
+        flush_rows: Most rows that wait for a commit.
+        queue_steps: Tracked steps that may wait for the thread.
+        wait_seconds: Longest time that a step waits for a full queue.
+        store_seconds: Longest time to wait for the store at a flush and at the end.
+    """
+
+    flush_seconds: float = 30.0
+    flush_rows: int = 4096
+    queue_steps: int = 1024
+    wait_seconds: float = 1.0
+    store_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be done on the thread.
+
+    Args:
+        run: Takes the store, and says whether a commit is due.
+        rows: Rows that are lost if it is not done.
+        is_ready: Whether it would not wait for other ranks.
+        insist: It must succeed before anything else is done.
+    """
+
+    run: Callable[[RunStore], bool]
+    rows: int = 0
+    is_ready: Callable[[], bool] = field(default=lambda: True)
+    insist: bool = False
 
 
 class Writer:
     """Runs jobs in order on a daemon thread, so that training never waits for the disk.
 
-    A job is a callable that takes the store and says whether a commit is due.
-
     Args:
         store: The run's store.
-        flush_seconds: Longest time between two commits while rows wait.
+        pace: When to write.
     """
 
-    def __init__(self, store: RunStore, flush_seconds: float = 30.0) -> None:
-        self._store, self._flush_seconds = store, flush_seconds
-        self._jobs: queue.Queue[Callable[[RunStore], bool] | None] = queue.Queue(QUEUE_STEPS)
+    def __init__(self, store: RunStore, pace: Pace) -> None:
+        self._store, self._pace = store, pace
+        self._jobs: queue.Queue[Job | None] = queue.Queue(pace.queue_steps)
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
         self._hurry = threading.Event()
+        self._dropped = 0  # by the training thread, since the thread last looked
+        self._is_dropping = False
+        self._deadline = float("inf")  # after it nobody waits for sums or for the store
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
         self._thread.start()
-        atexit.register(self._at_exit)
 
-    def submit(self, job: Callable[[RunStore], bool]) -> None:
-        """Run ``job`` on the thread."""
-        if os.getpid() == self._pid and not self._closed:
-            self._jobs.put(job)
-            if self._jobs.qsize() >= QUEUE_STEPS // 4:
-                self._hurry.set()
+    # -- on the training thread ----------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Wait until all that was submitted is committed."""
+    def submit(self, job: Job) -> None:
+        """Do this on the thread; if its queue stays full, drop it."""
         if os.getpid() != self._pid or self._closed:
             return
+        try:
+            # A step waits once. While the thread stays behind, the next ones do not.
+            self._jobs.put(job, not self._is_dropping, self._pace.wait_seconds)
+            self._is_dropping = False
+        except queue.Full:
+            self._dropped += job.rows
+            if not self._is_dropping:
+                logger.warning(
+                    "distcockpit: %s takes rows too slowly; %d tracked steps wait, and new rows are dropped until it "
+                    "has caught up. The attribute dropped_rows of the store counts them.",
+                    self._store.name,
+                    self._pace.queue_steps,
+                )
+            self._is_dropping = True
+        if self._jobs.qsize() >= self._pace.queue_steps // 4:
+            self._hurry.set()
+
+    def flush(self) -> bool:
+        """Wait until all that was submitted is committed, or the store takes too long; says whether it is."""
+        if os.getpid() != self._pid or self._closed:
+            return True
         done = threading.Event()
+        good: list[bool] = []
 
         def job(store: RunStore) -> bool:
-            self._commit()
+            good.append(self._commit())
             done.set()
             return False
 
-        self._jobs.put(job)
-        self._hurry.set()
-        while not done.wait(1.0) and self._thread.is_alive():
-            pass
+        deadline = time.monotonic() + self._pace.store_seconds
+        try:
+            self._jobs.put(Job(job), timeout=self._pace.store_seconds)
+        except queue.Full:
+            return False
+        while not done.wait(0.1) and self._thread.is_alive() and time.monotonic() < deadline:
+            self._hurry.set()
+        return good == [True]
 
-    def close(self, state: str = "closed", timeout: float | None = None) -> None:
-        """Write what is there, with this state of the run, and end the thread. Calling it again does nothing."""
+    def close(self, state: str = "closed", *, wait_for_ranks: bool = True) -> None:
+        """Write what is there, with this state of the run, and end the thread. Calling it again does nothing.
+
+        Args:
+            state: What the store says of the run.
+            wait_for_ranks: Whether sums may still be on their way; otherwise what is not there is lost.
+        """
         if os.getpid() != self._pid or self._closed:
             return
         self._closed, self._last_state = True, state
-        atexit.unregister(self._at_exit)
-        self._hurry.set()
+        if not wait_for_ranks:
+            self._deadline = 0.0
+        ends = time.monotonic() + self._pace.store_seconds
         try:
-            self._jobs.put(None, timeout=timeout)
+            self._hurry.set()
+            self._jobs.put(None, timeout=self._pace.store_seconds)
+            while self._thread.is_alive() and time.monotonic() < ends:
+                self._hurry.set()
+                self._thread.join(0.05)
         except queue.Full:
-            logger.warning("distcockpit: the store is too slow; rows were not written.")
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            logger.warning("distcockpit: the store did not finish in %s s; rows may be missing.", timeout)
+            pass
+        self._tell_losses()
 
-    def _at_exit(self) -> None:
-        self.close("running", EXIT_SECONDS)
+    def _tell_losses(self) -> None:
+        """Say what did not reach the store."""
+        late = sum(job.rows for job in list(self._jobs.queue) if job is not None)
+        lost = self._store.unwritten_rows + late
+        if self._thread.is_alive():
+            self._deadline = 0.0
+            self.error = self.error or TimeoutError(f"{self._store.name} did not answer")
+        if lost:
+            why = f" ({type(self.error).__name__}: {self.error})" if self.error else ""
+            logger.warning("distcockpit: %d rows did not reach %s%s.", lost, self._store.name, why)
+        if self._store.dropped_rows:
+            logger.warning(
+                "distcockpit: %d rows of this run were dropped, because %s took rows too slowly.",
+                self._store.dropped_rows,
+                self._store.name,
+            )
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last_commit, waiting = time.monotonic(), False
+        last_commit, waiting, failed = time.monotonic(), False, False
         while True:
-            due = max(0.0, last_commit + self._flush_seconds - time.monotonic())
+            due = last_commit + self._pace.flush_seconds - time.monotonic() if waiting else float("inf")
             was_idle = self._jobs.empty()
+            job: Job | None = None
             try:
-                job = self._jobs.get(timeout=due if waiting else None)
+                job = self._jobs.get(timeout=max(0.0, min(due, self._store.seconds_to_renewal)))
+                if job is None:
+                    break
                 if was_idle:
                     self._hurry.wait(PAUSE_SECONDS)
                     self._hurry.clear()
             except queue.Empty:
-                job = _commit_now
-            if job is None:
-                break
-            try:
-                commit_due = job(self._store)
-                waiting = True
-            except Exception as error:  # a fault here must not end the training
-                self.report(error, "a row of the store could not be computed")
-                commit_due = False
-            if commit_due or time.monotonic() - last_commit >= self._flush_seconds:
-                waiting = not self._commit()
+                pass
+            self._renew()
+            commit_due = job is not None and self._do(job)
+            waiting = waiting or job is not None
+            late = time.monotonic() - last_commit >= self._pace.flush_seconds
+            many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
+            if waiting and (late or (many and not failed)):  # a store that failed is given time
+                waiting = failed = not self._commit()
                 last_commit = time.monotonic()
-        self._commit(self._last_state)
+        if not self._commit(self._last_state):
+            time.sleep(AGAIN_SECONDS)
+            self._commit(self._last_state)
+        try:
+            self._store.release()
+        except Exception:  # others will find the lock stale
+            logger.debug("distcockpit: the lock could not be removed.", exc_info=True)
+
+    def _do(self, job: Job) -> bool:
+        while not job.is_ready():
+            if self._gives_up:
+                self._dropped += job.rows
+                self.report(TimeoutError("other ranks did not send their sums"), "rows are lost")
+                return False
+            time.sleep(POLL_SECONDS)
+        while True:
+            try:
+                return job.run(self._store)
+            except Exception as error:  # a fault here must not end the training
+                what = f"{self._store.name} could not be resumed yet" if job.insist else "rows are lost"
+                self.report(error, what)
+                if not job.insist or self._gives_up:
+                    self._dropped += job.rows
+                    return False
+                self._hurry.wait(AGAIN_SECONDS)
+
+    @property
+    def _gives_up(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def _renew(self) -> None:
+        try:
+            self._store.renew()
+        except Exception as error:
+            self.report(error, f"{self._store.name} could not be written")
 
     def _commit(self, state: str = "running") -> bool:
+        dropped = self._dropped
+        if dropped:
+            self._dropped -= dropped
+            self._store.drop(dropped)
         try:
             self._store.commit(state)
         except Exception as error:
-            self.report(error, f"{self._store.path} could not be written; its rows are kept and tried again")
+            self.report(error, f"{self._store.name} could not be written; its rows are kept and tried again")
             return False
         self.error = None
         return True
@@ -123,5 +246,12 @@ class Writer:
         self.error = error
 
 
-def _commit_now(store: RunStore) -> bool:
-    return True
+def at_exit(function: Callable[[], None]) -> None:
+    """Call this when the interpreter ends, while threads can still be started.
+
+    ``atexit`` comes too late for stores that use thread pools, and does not come in processes of multiprocessing.
+    """
+    try:
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        atexit.register(function)

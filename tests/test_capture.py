@@ -490,7 +490,7 @@ def count_exchanges(rank: int, size: int, group: Any, store: str, model: str) ->
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_exchanges_per_step(ranks: Ranks, tmp_path: Path, model: str) -> None:
     for per_step in ranks.run(4, count_exchanges, str(tmp_path / "r"), model):
-        assert per_step[0] == 4  # once: the numbers of neurons
+        assert per_step[0] == 6  # once: the numbers of neurons; names and lengths of the sums, with a header
         assert per_step[2] == per_step[4] == 3  # header, element-wise sums, sums
-        assert per_step[1] == per_step[3] == 2  # the end of alpha's update: header, sums
+        assert per_step[1] == 4 and per_step[3] == per_step[5] == 2  # the end of alpha's update: header, sums
     assert (open_run(tmp_path / "r")["log"]["value"] == 1.5).all()

@@ -21,13 +21,19 @@ import zarr
 from torch import nn
 
 from distcockpit import DistCockpit, every, open_run, store
+from distcockpit.keys import FolderKeys
 from distcockpit.presets import full
 from distcockpit.quantities import Alpha, GradHist2d, MeanGSNR
 from distcockpit.schema import Field, Group
 from distcockpit.store import RunStore
-from distcockpit.writer import Writer
+from distcockpit.writer import Job, Pace, Writer
 
 AT = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
+NOTHING = {"parameters": {}, "config": {}}
+
+
+def run_store(path: Path | str, groups: dict[str, Group], attributes: dict[str, Any], **options: Any) -> RunStore:
+    return RunStore(FolderKeys(Path(path)), options.pop("mode", "w-"), groups, NOTHING | attributes, **options)
 
 
 def record(path: Path, steps: int = 4, **options: Any) -> None:
@@ -84,7 +90,7 @@ def test_values_survive_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(store, "MAX_CHUNK_ROWS", 4)
     monkeypatch.setattr(store, "STEP_CHUNK_ROWS", 8)
     groups = {"a": Group({"x": Field(), "v": Field(("bin",), dtype="int64")}, {"bin": 3})}
-    run = RunStore(tmp_path / "run", "w-", groups, {})
+    run = run_store(tmp_path / "run", groups, {})
     expected = np.random.default_rng(0).integers(0, 99, (30, 3))
     for step in range(30):
         due = run.append("a", step, {"x": step / 7, "v": expected[step]}, AT)
@@ -99,7 +105,7 @@ def test_values_survive_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_exist_when_the_root_document_says_so(tmp_path: Path) -> None:
-    run = RunStore(tmp_path / "run", "w-", {"a": Group({"x": Field()})}, {})
+    run = run_store(tmp_path / "run", {"a": Group({"x": Field()})}, {})
     root = tmp_path / "run" / "zarr.json"
     before = root.read_bytes()
     for step in range(5):
@@ -115,7 +121,7 @@ def test_rows_exist_when_the_root_document_says_so(tmp_path: Path) -> None:
 
 def test_names_that_appear_late_are_nan_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_CHUNK_ROWS", 4)
-    run = RunStore(tmp_path / "run", "w-", {}, {})
+    run = run_store(tmp_path / "run", {}, {})
     for step in range(11):
         run.append("log", step, {"early": 1.0, **({"late": 2.0} if step >= 9 else {})}, AT)
     run.append("log", 11, {"late": 3.0}, AT)
@@ -128,17 +134,17 @@ def test_names_that_appear_late_are_nan_before(tmp_path: Path, monkeypatch: pyte
 
 def test_a_failed_commit_is_tried_again_with_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file stands where a chunk must go, then the way is free."""
-    run = RunStore(tmp_path / "run", "w-", {"a": Group({"x": Field()})}, {})
-    writer = Writer(run, flush_seconds=1000)
+    run = run_store(tmp_path / "run", {"a": Group({"x": Field()})}, {})
+    writer = Writer(run, Pace(flush_seconds=1000))
     obstacle = tmp_path / "run/a/x/c"
     obstacle.write_text("in the way")
     for step in range(3):
-        writer.submit(lambda s, step=step: s.append("a", step, {"x": step}, AT))
+        writer.submit(Job(lambda s, step=step: s.append("a", step, {"x": step}, AT)))
     writer.flush()
     assert isinstance(writer.error, OSError) and "could not be written" in caplog.text
     assert open_run(tmp_path / "run")["a"].sizes["step"] == 0
     obstacle.unlink()
-    writer.submit(lambda s: s.append("a", 3, {"x": 3}, AT))
+    writer.submit(Job(lambda s: s.append("a", 3, {"x": 3}, AT)))
     writer.close()
     np.testing.assert_array_equal(open_run(tmp_path / "run")["a"]["x"], range(4))
     assert not list((tmp_path / "run").rglob("*.partial"))
@@ -206,7 +212,7 @@ def test_rows_arrive_without_a_flush(tmp_path: Path) -> None:
 def write_forever(path: str) -> None:
     store.MAX_CHUNK_ROWS = 8  # many chunks
     fields = {"x": Field(), "v": Field(("bin",), dtype="int64")}
-    run = RunStore(path, "w-", {"a": Group(fields, {"bin": 5}), "b": Group({"y": Field()})}, {})
+    run = run_store(path, {"a": Group(fields, {"bin": 5}), "b": Group({"y": Field()})}, {})
     step = 0
     while True:
         for _ in range(random.randint(1, 9)):

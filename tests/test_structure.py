@@ -36,8 +36,12 @@ def who_imports(prefix: str) -> set[str]:
 def test_edges() -> None:
     backpack = who_imports("backpack")
     assert backpack == {"curvature.py", "gradients/backpack_layers.py"}
-    assert who_imports("torch.distributed") == {"reduce.py"}
-    assert who_imports("zarr") == who_imports("numcodecs") == {"store.py"}
+    join = ("torch.distributed.algorithms", "torch.distributed.algorithms.")
+    distributed = {f: [n for n in imports(FILES[f]) if "distributed" in n] for f in who_imports("torch.distributed")}
+    assert {f for f, names in distributed.items() if not all(n.startswith(join) for n in names)} == {"reduce.py"}
+    assert distributed.keys() - {"reduce.py"} == {"cockpit.py", "shadow.py"}  # Join's hook
+    writing = {f for f, tree in FILES.items() if "zarr" in imports(tree)} | who_imports("numcodecs")
+    assert writing == {"store.py", "columns.py"} and who_imports("zarr") - writing == {"keys.py", "cockpit.py"}
     assert who_imports("numba") == {"kernels/numba_loops.py"} and who_imports("scipy") == {"hessian.py"}
     assert "run.py" not in who_imports("torch") and "schema.py" not in who_imports("torch")
     assert not who_imports("torchvision")

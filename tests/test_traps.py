@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from distcockpit import DistCockpit, every, open_run
+from distcockpit.keys import FolderKeys
 from distcockpit.quantities import Alpha, GradHist1d, HessTrace, MeanGSNR, OutputGradientGeometry, Quantity
 from distcockpit.schema import Field, Group
 from distcockpit.store import RunStore
@@ -517,7 +518,10 @@ def test_relative_path_and_changed_directory(tmp_path: Path, monkeypatch: pytest
 
 def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
     groups = {"a": Group({"x": Field(), "v": Field(("bin",))}, {"bin": 3})}
-    store, at = RunStore(tmp_path / "run", "w-", groups, {}), {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
+    store, at = (
+        RunStore(FolderKeys(tmp_path / "run"), "w-", groups, {"parameters": {}, "config": {}}),
+        {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1},
+    )
     store.append("a", 0, {"x": 1.0, "v": np.ones(3)}, at)
     with pytest.raises(ValueError):
         store.append("a", 1, {"x": 1.0, "v": np.ones(4)}, at)

@@ -21,6 +21,7 @@ STATUS = (
     "step_skipped",
     "inputs_changed",
     "fewer_than_two_samples",
+    "interrupted",
 )
 OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
 ZERO_VARIANCE = 1e-10
@@ -83,6 +84,7 @@ class Alpha(Quantity):
             "start_n": batch.once(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
             "skipped": batch.once(update.skipped),
+            "interrupted": batch.once(update.interrupted),
         }
         return sums | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
 
@@ -100,6 +102,9 @@ class Alpha(Quantity):
             means[2], variances[2] = np.nan, np.nan
         elif totals["skipped"]:
             alpha, status = np.nan, "step_skipped"
+        elif totals["interrupted"]:
+            alpha, status = np.nan, "interrupted"
+            means[2:], variances[2:] = np.nan, np.nan
         elif min(counts) < 2:
             alpha, status = np.nan, "fewer_than_two_samples"
         else:

@@ -44,6 +44,9 @@ class Quantity(ABC):
     schedule: Schedule | None = field(default=None)
 
     source: ClassVar[str] = ""
+    remembers_samples: ClassVar[bool] = False
+    """Whether ``memory`` is about this rank's own samples. A resumed run then takes each rank's; otherwise rank 0's is
+    given to all."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -100,7 +103,8 @@ class Quantity(ABC):
 
         Args:
             batch: This rank's part of the pooled batch; it may hold no sample.
-            memory: Belongs to this quantity and lasts from step to step.
+            memory: Belongs to this quantity and lasts from step to step, also over a checkpoint with the cockpit's
+                state: tensors, numbers, texts and containers of them.
         """
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:

@@ -143,6 +143,7 @@ class Update:
     start_n: int  # samples of all ranks at the start
     inputs_changed: bool  # whether kept inputs of the start were overwritten before the projection
     skipped: bool  # whether the gradient scaler skipped the optimizer's step
+    interrupted: bool = False  # whether the run was interrupted in between, and what it began with is lost
 
     def ending(self, end_slopes: Tensor) -> Update:
         """The same update, with the projections of the batch at its end."""
@@ -228,7 +229,7 @@ class LocalBatch:
     losses: Tensor  # float64 [B_r]: l_i; zeros where no quantity asked for them and none are known
     parameters: Mapping[str, Tensor]
     every_parameter: Mapping[str, Tensor]
-    initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0
+    initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
     gradient_sums: ByParameter  # this rank's sum_i g_i, by parameter, float64
     mean_gradient: ByParameter  # the pooled G, by parameter, float64

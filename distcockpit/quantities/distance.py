@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs, difference
 from distcockpit.schema import Field, Group, Row
+
+STATUS = ("measured", "start_unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,8 @@ class Distance(Quantity):
     r"""Euclidean distance of the parameters from their values at the first call of ``track``.
 
     $\|\theta_t - \theta_0\|$, per parameter and of the whole. In units of the parameters. Rank 0 keeps a copy of the
-    tracked parameters.
+    tracked parameters. NaN, and ``status`` says so, in a run that was resumed without the state of the cockpit: where
+    the parameters began is not known then.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
@@ -32,19 +36,23 @@ class Distance(Quantity):
         fields = {
             "distance": Field(("parameter",), "distance from initialisation", "parameter"),
             "total": Field((), "distance of all parameters from initialisation", "parameter"),
+            "status": Field((), "status of the distance", dtype="int8", codes=STATUS),
         }
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The squared distances, which all ranks know."""
-        return {
-            "squares": batch.once(
-                lambda: batch.squared_norm({
-                    name: difference(p, batch.initial[name]) for name, p in batch.parameters.items()
-                })
-            )
-        }
+        return {"squares": batch.once(lambda: self._squares(batch)), "known": batch.once(bool(batch.initial))}
+
+    def _squares(self, batch: LocalBatch) -> Tensor:
+        if not batch.initial:
+            return batch.vector([float("nan")] * len(batch.parameters))
+        return batch.squared_norm({name: difference(p, batch.initial[name]) for name, p in batch.parameters.items()})
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The distances."""
-        return {"distance": np.sqrt(totals["squares"]), "total": np.sqrt(totals["squares"].sum())}
+        return {
+            "distance": np.sqrt(totals["squares"]),
+            "total": np.sqrt(totals["squares"].sum()),
+            "status": int(not totals["known"]),
+        }

@@ -35,6 +35,7 @@ class OutputGradientGeometry(Quantity):
     skip_activation: bool = True
 
     source: ClassVar[str] = "the output-gradient lens of monitorch, pooled over ranks"
+    remembers_samples: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
