@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
 ROOT = "zarr.json"
+SCHEDULE = re.compile(r"schedule=[^(),]*(\([^()]*\))?(, )?")  # in the text of an option
 
 
 class RunStore:
@@ -457,8 +459,8 @@ def _identity(attributes: Mapping[str, Any]) -> dict[str, str]:
     quantities = attributes.get("config", {}).get("quantities", [])
     same = {f"parameter '{name}'": str(shape) for name, shape in attributes.get("parameters", {}).items()}
     for options in quantities:
-        kept = {key: text for key, text in options.items() if key != "schedule"}
-        same[f"quantity '{options.get('name')}'"] = str(kept)
+        kept = {key: SCHEDULE.sub("", text) for key, text in options.items() if key != "schedule"}
+        same[f"quantity {options.get('name')}"] = str(kept)  # the name is in quotes
     return same
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waking it takes longer than a row does
 POLL_SECONDS = 0.01  # between two looks at sums that are not there yet
+GRACE_SECONDS = 2.0  # for sums that are on their way when the run ends in disorder
 AGAIN_SECONDS = 1.0  # between two attempts of something that must not fail
 
 
@@ -136,7 +137,7 @@ class Writer:
             return
         self._closed, self._last_state = True, state
         if not wait_for_ranks:
-            self._deadline = 0.0
+            self._deadline = time.monotonic() + GRACE_SECONDS
         ends = time.monotonic() + self._pace.store_seconds
         try:
             self._hurry.set()
