@@ -343,6 +343,8 @@ class DistCockpit(Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``with Join([ddp, cockpit]):``, in either order: a rank that has run out of data contributes nothing."""
+        if self._session is not None:
+            self._session.joins = True
         return Shadow(self._session)
 
     @property

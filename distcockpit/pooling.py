@@ -297,7 +297,8 @@ def _eigenvalues(
 def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
     """The sum, float64; ``None`` if one of the values is not known."""
     known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
-    return torch.stack(known).sum() if len(known) == len(values) else None
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([nothing, *known]).sum() if len(known) == len(values) else None
 
 
 def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ Every rank leaves word where it is, so that who waits in vain can say for whom.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ class World:
             if record["layout"] != first["layout"]:
                 raise RuntimeError(
                     f"Rank {rank} tracks other values than rank {one} at step {int(first['step'])}. Schedules must say "
-                    "the same on all ranks, and log(..., reduce=...) must be called with the same names."
+                    "the same on all ranks."
                 )
 
     def sum(self, buffer: Tensor) -> Pending:
@@ -313,3 +314,8 @@ def first_difference(descriptions: list[dict[str, str]]) -> str | None:
 def _in_short(ranks: list[int], shown: int = 8) -> str:
     more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
     return ", ".join(map(str, ranks[:shown])) + more
+
+
+def digest(*facts: Any) -> int:
+    """A number below 2^32 (exact in float64) that differs where the facts do."""
+    return zlib.crc32(repr(facts).encode())

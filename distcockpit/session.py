@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model, Update
 from distcockpit.recorder import Recorder, Result, Stamp
-from distcockpit.reduce import CLOSE, Pending, World, record_of
+from distcockpit.reduce import CLOSE, Pending, Record, World, record_of
 from distcockpit.selfcheck import SelfCheck
 from distcockpit.update import Start, interrupted_update
 from distcockpit.userlog import UserLog
@@ -128,6 +128,7 @@ class Session:
     last_step: int = -1
     absent: frozenset[int] = frozenset()  # ranks that had run out of data at the latest exchange
     exchanged_step: int = -1  # the step of that
+    joins: bool = False  # whether ranks may run out of data
     keeps_initial: bool = False
     _first_step: int | None = None
     _closed: bool = False
@@ -418,6 +419,30 @@ class Session:
         if self.recorder is not None:
             self.recorder.record_logs(entries)
 
+    def riding(self, records: Sequence[Record]) -> dict[str, Tensor]:
+        """This rank's part of the user's scalars that ride in this exchange, the same names on all ranks.
+
+        Args:
+            records: The headers of all ranks.
+
+        Raises:
+            RuntimeError: If ranks logged different names, and none has run out of data in between.
+        """
+        world, device, mine = self.setup.world, self.setup.device, self.userlog.riding_names
+        if len({record["riding"] for record in records}) == 1:
+            return self.userlog.take_riding(dict.fromkeys(mine, world.size), device)
+        told = world.share((mine, self.joins))
+        if not any(joins for _, joins in told):
+            rank = next(rank for rank, (names, _) in enumerate(told) if names != told[0][0])
+            raise RuntimeError(
+                f"Rank {rank} logged other names than rank 0: {told[rank][0]} and {told[0][0]} (step/name). "
+                "log(..., reduce=...) must be called at the same steps with the same names on all ranks."
+            )
+        contributors = Counter(name for names, _ in told for name in names)
+        own = self.userlog.take_riding(contributors, device)
+        self.userlog.expect(list(contributors), time.time())
+        return {name: own.get(name, torch.zeros((), dtype=torch.float64, device=device)) for name in contributors}
+
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""
         if self.recorder is not None:
@@ -439,7 +464,7 @@ class Session:
             if orderly and self.start is not None:
                 self._record_displacement(self.start, closing=True)
             self.start = None
-            if orderly and self.userlog.is_riding:
+            if orderly and (self.userlog.is_riding or self.joins):
                 self._send_last_logs()
             if orderly:
                 for pending in self._outstanding:
@@ -457,9 +482,9 @@ class Session:
             self._raise_fault()
 
     def _send_last_logs(self) -> None:
-        world, device, names = self.setup.world, self.setup.device, self.userlog.riding_names
-        world.header(record_of(CLOSE, self.last_step, layout=digest(names), riding=len(names)))
-        sums = {f"log/{name}": value for name, value in self.userlog.take_riding(world.size, device).items()}
+        world, device = self.setup.world, self.setup.device
+        records = world.header(record_of(CLOSE, self.last_step, riding=self.userlog.riding_digest))
+        sums = {f"log/{name}": value for name, value in self.riding(records).items()}
         nothing = Pending(pack({}, device))
         self.send(Result(0, [], Layout.of(sums), world.sum(pack(sums, device)), Layout.of({}), nothing))
 
@@ -471,8 +496,3 @@ _open: dict[int, Session] = {}
 def _close_all() -> None:
     for session in list(_open.values()):
         session.close(orderly=False)
-
-
-def digest(*facts: Any) -> int:
-    """A number below 2^32 (exact in float64) that differs where the facts do."""
-    return zlib.crc32(repr(facts).encode())

@@ -9,6 +9,7 @@ writes the rows.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from distcockpit.recorder import Stamp
 from distcockpit.reduce import LEAVE, TRACK, Record, record_of
 from distcockpit.sending import send
 from distcockpit.session import Session
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN = float("nan")
 
@@ -73,6 +76,7 @@ class Shadow(JoinHook):
                 pass
         except Exception as error:
             self._error = error
+            logger.warning("distcockpit: this rank has no data, and could not answer the others.", exc_info=error)
             session.setup.world.refuse(record_of(TRACK, -1, joined=1))
 
 
@@ -80,7 +84,7 @@ def _answer(session: Session) -> bool:
     """Take part in one exchange of the others; says whether they go on."""
     session.check_health()
     setup, world = session.setup, session.setup.world
-    records = world.header(record_of(TRACK, -1, joined=1, riding=len(session.userlog.riding_names)))
+    records = world.header(record_of(TRACK, -1, joined=1, riding=session.userlog.riding_digest))
     training = [record for record in records if not record["joined"]]
     if not training or training[0]["kind"] == LEAVE:
         return False
@@ -133,7 +137,6 @@ def share_present(session: Session, records: Sequence[Record], present: Present 
     """
     setup, world = session.setup, session.setup.world
     absent = frozenset(rank for rank, record in enumerate(records) if record["joined"])
-    riders, names = len(records), session.userlog.riding_names
     session.absent, session.exchanged_step = absent, int(max(record["step"] for record in records))
     if absent:
         source = next(rank for rank in range(world.size) if rank not in absent)
@@ -141,23 +144,17 @@ def share_present(session: Session, records: Sequence[Record], present: Present 
         if present is not None:
             known = (UNKNOWN if value is None else value for value in (epoch, present.scale, *present.learning_rates))
             facts = {"facts": torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in known])}
-        every = setup.every if present is None else present.every
+        every = {name: p.detach() for name, p in setup.every.items()} if present is None else present.every
         buffer = pack({**facts, **every}, setup.device)
         world.tell(buffer, source)
-        riders = sum(record["riding"] == records[source]["riding"] for record in records)
-        names = world.share(names)[source] if records[source]["riding"] else []
         if present is None:
             parts = buffer.split([value.numel() for value in (*facts.values(), *every.values())])
             heard = zip(every.items(), parts[1:], strict=True)
             values = {name: part.view(p.shape).to(p.dtype) for (name, p), part in heard}
             epoch, scale, *rates = (None if value != value else value for value in parts[0].tolist())
             present = Present(values, [UNKNOWN if rate is None else rate for rate in rates], scale)
-    mine = session.userlog.take_riding(riders, setup.device)
-    if list(mine) != names:  # a rank that does not log any more, but may have to write the row
-        session.userlog.expect(names, time.time())
-        mine = {name: torch.zeros((), dtype=torch.float64, device=setup.device) for name in names}
     assert present is not None  # ranks that train know theirs
-    return Told(present, epoch, mine)
+    return Told(present, epoch, session.riding(records))
 
 
 def _no_curvature(session: Session, active: Active) -> LocalCurvature:

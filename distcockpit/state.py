@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distcockpit.recorder import Stamp
 from distcockpit.reduce import STATE, record_of
-from distcockpit.session import Session, digest
+from distcockpit.session import Session
 from distcockpit.update import Start
 from distcockpit.userlog import LogEntry
 
@@ -41,7 +41,7 @@ def save(session: Session) -> State:
         )
     world, quantities = session.setup.world, session.setup.quantities
     riding = session.userlog.riding_values()
-    world.header(record_of(STATE, session.last_step, layout=digest(sorted(riding)), riding=len(riding)))
+    world.header(record_of(STATE, session.last_step))
     memory = {q.name: _kept(session.memory_of(q)) for q in quantities}
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
     start = None if session.start is None else _start(session, session.start)
@@ -174,10 +174,11 @@ def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> li
     for entry in entries.values():
         entry.values = {name: float(value) for name, value in entry.values.items()}
         entry.values |= session.recorder.pooled(entry.step)
-    for key, (reduce, _) in riding[0].items():
+    for key, reduce in {key: reduce for part in riding for key, (reduce, _) in part.items()}.items():
         step, _, name = key.partition("/")
-        total = sum(part[key][1] for part in riding)
-        entries[int(step)].values[name] = total / (len(riding) if reduce == "mean" else 1)
+        values = [part[key][1] for part in riding if key in part]
+        if int(step) in entries:
+            entries[int(step)].values[name] = sum(values) / (len(values) if reduce == "mean" else 1)
     return [dataclasses.asdict(entry) for entry in entries.values()]
 
 

@@ -18,10 +18,10 @@ from distcockpit.layers import check_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
 from distcockpit.quantities.batch import Update
 from distcockpit.recorder import Stamp
-from distcockpit.reduce import TRACK, record_of
+from distcockpit.reduce import TRACK, digest, record_of
 from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine, norm_of
 from distcockpit.sending import send
-from distcockpit.session import Session, digest
+from distcockpit.session import Session
 from distcockpit.shadow import Told, share_present
 
 
@@ -155,9 +155,10 @@ class TrackedStep:
     def _exchange(self, batch_size: int, weight: float) -> tuple[Pool, Told]:
         """The header, and what ranks that have run out of data must hear."""
         session, world = self._session, self._setup.world
-        riding = session.userlog.riding_names
-        layout = digest([q.name for q in self._active], self._ending[0] is not None, riding)
-        record = record_of(TRACK, self._step, batch_size=batch_size, weight=weight, layout=layout, riding=len(riding))
+        layout = digest([q.name for q in self._active], self._ending[0] is not None)
+        record = record_of(
+            TRACK, self._step, batch_size=batch_size, weight=weight, layout=layout, riding=session.userlog.riding_digest
+        )
         before = time.perf_counter()
         records = world.header(record)
         session.clock.wait += time.perf_counter() - before

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcockpit.reduce import digest
 from distcockpit.schema import COORDINATES, NAME
 
 REDUCTIONS = (None, "mean", "sum")
@@ -78,16 +79,21 @@ class UserLog:
                 self.entries.setdefault(step, LogEntry(step, None, wall_time))
                 self._last_step = max(self._last_step, step)
 
-    def take_riding(self, contributors: int, device: torch.device) -> dict[str, Tensor]:
+    @property
+    def riding_digest(self) -> int:
+        """A number that differs where the names differ; 0 if there are none."""
+        return digest(self.riding_names) if self._riding else 0
+
+    def take_riding(self, contributors: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
         """The values that ride in this exchange, as sums by ``step/name``, already divided for a mean.
 
         Args:
-            contributors: Number of ranks that logged them.
+            contributors: Number of ranks that logged each.
             device: Where the sums shall be.
         """
         sums = {
             f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
-            / (contributors if r.reduce == "mean" else 1)
+            / (contributors[f"{r.step}/{r.name}"] if r.reduce == "mean" else 1)
             for r in self._riding
         }
         self._riding.clear()

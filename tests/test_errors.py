@@ -519,7 +519,7 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
         ("arguments", ["could not be constructed on rank 1", "'grad_hist_1d'"], ["2 have the name"]),
         ("steps", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),
         ("schedule", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),
-        ("names", ["Rank 1 tracks other values", "log(..., reduce=...)"], None),
+        ("names", ["Rank 1 logged other names", "0/name_1", "0/name_0", "log(..., reduce=...)"], None),
         ("no backward", ["Rank 1 could not finish tracked step 1"], ["no backward"]),
     ],
 )

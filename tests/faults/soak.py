@@ -47,7 +47,14 @@ def main() -> None:
     measured: list[list[float]] = []
     began, told = time.monotonic(), -1
     with DistCockpit(
-        model, loss_fn, optimizer, store=arguments.store, quantities=chosen, schedule=every(1), mode="w", flush_seconds=5
+        model,
+        loss_fn,
+        optimizer,
+        store=arguments.store,
+        quantities=chosen,
+        schedule=every(1),
+        mode="w",
+        flush_seconds=5,
     ) as cockpit:
         step, going = 0, torch.ones(())
         while going:
