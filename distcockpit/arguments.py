@@ -312,30 +312,11 @@ def check_needs(
             )
 
 
-def attributes(setup: Setup, table: Coverage, hosts: Sequence[str]) -> dict[str, Any]:
-    """Attributes of the store's root that tell what was tracked, and where.
-
-    Args:
-        setup: What the ranks agreed on.
-        table: How each parameter is tracked.
-        hosts: The host of each rank.
-    """
-    versions = {
-        "distcockpit": __version__,
-        "torch": torch.__version__,
-        "zarr": importlib.metadata.version("zarr"),
-        "python": platform.python_version(),
-    }
-    segment = {
-        "world_size": setup.world.size,
-        "hosts": list(dict.fromkeys(hosts)),
-        "versions": versions,
-        "started": time.time(),
-    }
+def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
+    """Attributes of the store's root that tell what was tracked."""
     return {
-        "versions": versions,
+        "versions": versions(),
         "world_size": setup.world.size,
-        "segments": [segment],
         "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
         "coverage": table.attributes(),
         "config": {
@@ -344,4 +325,30 @@ def attributes(setup: Setup, table: Coverage, hosts: Sequence[str]) -> dict[str,
             "loss_fn": type(setup.loss_fn).__name__,
             "optimizer": type(setup.optimizer).__name__,
         },
+    }
+
+
+def segment(world_size: int, hosts: Sequence[str]) -> dict[str, Any]:
+    """Where this part of a run takes place.
+
+    Args:
+        world_size: Number of ranks.
+        hosts: The host of each.
+    """
+    return {
+        "world_size": world_size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "versions": versions(),
+        "started": time.time(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    zarr = importlib.metadata.version("zarr")
+    return {
+        "distcockpit": __version__,
+        "torch": torch.__version__,
+        "zarr": zarr,
+        "python": platform.python_version(),
     }

@@ -33,6 +33,7 @@ from distcockpit.arguments import (
     description,
     memory_in_bytes,
     model_facts,
+    segment,
 )
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
@@ -202,8 +203,8 @@ class DistCockpit(Joinable):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, store_seconds, fsync)
-                told = attributes(setup, coverage(bare, cover), hosts)
-                run = RunStore(keys, mode, groups, told, lock_seconds, unwritten)
+                told, here = attributes(setup, coverage(bare, cover)), segment(world.size, hosts)
+                run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
                 recorder = Recorder(run, pace, facts)
                 announce(chosen, groups, name, world.size)
         resumed = any(world.share(run is not None and run.holds_rows))

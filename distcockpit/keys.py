@@ -8,6 +8,7 @@ takes longer than a limit.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import warnings
@@ -59,6 +60,14 @@ class Keys(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Remove everything."""
+
+    @abstractmethod
+    def size(self, key: str) -> int | None:
+        """Number of bytes of a key, or ``None``."""
+
+    @abstractmethod
+    def count(self, folder: str, enough: int) -> int:
+        """Number of keys directly below a folder; counting may end at ``enough``."""
 
     @abstractmethod
     def store(self) -> Store:
@@ -156,6 +165,23 @@ class FolderKeys(Keys):
         self.path.rename(aside)
         shutil.rmtree(aside)
 
+    def size(self, key: str) -> int | None:
+        """Of the file."""
+        try:
+            return (self.path / key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def count(self, folder: str, enough: int) -> int:
+        """Files; those that were being written do not count."""
+        try:
+            names = os.scandir(self.path / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        with names:
+            whole = (name for name in names if not name.name.endswith(PARTIAL))
+            return sum(1 for _ in itertools.islice(whole, enough))
+
     def store(self) -> Store:
         """The folder as zarr sees it."""
         return LocalStore(self.path, read_only=True)
@@ -237,6 +263,30 @@ class StoreKeys(Keys):
         """The root goes first, so that no reader takes the rest for a run."""
         self.delete(["zarr.json"])
         self.delete(self.list())
+
+    def size(self, key: str) -> int | None:
+        """Of the value."""
+
+        async def asked() -> int | None:
+            try:
+                return await self._store.getsize(key)
+            except FileNotFoundError:
+                return None
+
+        return self._run(asked())
+
+    def count(self, folder: str, enough: int) -> int:
+        """Keys, until there are enough."""
+
+        async def counted() -> int:
+            n = 0
+            async for _ in self._store.list_dir(folder):
+                n += 1
+                if n >= enough:
+                    break
+            return n
+
+        return self._run(counted())
 
     def store(self) -> Store:
         """The store itself."""

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
+from zarr.abc.store import Store
 
-from distcockpit.schema import FORMAT, FORMAT_VERSION
+from distcockpit.reading import open_store, problems
 
 T = TypeVar("T")
 
 
-def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
+def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> xr.DataTree:
     """Open the store of a run, finished or still being written.
 
+    The store need not be trusted: nothing in it is executed, and sizes are checked before memory is allocated.
+
     Args:
-        path: Folder of the store.
+        store: A path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or a store of zarr.
+        storage_options: Options of fsspec for a URL: credentials, endpoint.
 
     Returns:
         One node per quantity, ``run["alpha"]["alpha"]``, with the dimension ``step`` and the coordinates ``epoch``,
@@ -28,25 +30,29 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         holds what was committed when it was opened; open it again to see more.
 
     Raises:
-        FileNotFoundError: If there is nothing at ``path``.
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is no run of distcockpit, of a newer format, or damaged.
+    """
+    run = open_store(store, storage_options)
+    opened: Any = run.store()  # xarray takes stores of zarr, though its types do not say so
+    return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True)
+
+
+def verify(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Read every chunk of a run; what is missing would read as NaN or zero without a word.
+
+    Args:
+        store: As for `open_run`.
+        storage_options: As for `open_run`.
+
+    Returns:
+        What is wrong, a sentence each; nothing if all is well.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
         ValueError: If it is no run of distcockpit, or of a newer format.
     """
-    root = Path(path) / "zarr.json"
-    if not Path(path).exists():
-        raise FileNotFoundError(f"path={os.fspath(path)!r}: nothing is there.")
-    try:
-        attributes = json.loads(root.read_bytes())["attributes"]
-        found, version = attributes["format"], attributes["format_version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        found, version = None, None
-    if found != FORMAT:
-        raise ValueError(f"path={os.fspath(path)!r}: is no run of distcockpit.")
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"path={os.fspath(path)!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
-            "Install a newer distcockpit."
-        )
-    return xr.open_datatree(path, engine="zarr")
+    return problems(open_store(store, storage_options))
 
 
 def _quantile(q: float) -> Callable[[xr.DataArray], xr.DataArray]:

@@ -56,6 +56,7 @@ class RunStore:
         mode: "w-" refuses an existing run, "w" replaces one, "a" goes on with one if there is one.
         groups: The groups of the quantities.
         attributes: Attributes of the root.
+        segment: Facts about this part of the run, for the attribute ``segments``.
         lock_seconds: A writer that gave no sign of life for so long is gone.
         unwritten_bytes: Most memory for full chunks that the store did not take; rows beyond it are dropped.
 
@@ -71,6 +72,7 @@ class RunStore:
         mode: str,
         groups: Mapping[str, Group],
         attributes: Mapping[str, Any],
+        segment: Mapping[str, Any] | None = None,
         lock_seconds: float = 60.0,
         unwritten_bytes: int = 256 << 20,
     ) -> None:
@@ -84,7 +86,7 @@ class RunStore:
             "commit": 0,
             "committed_step": -1,
             "dropped_rows": 0,
-            "segments": [],
+            "segments": [{**(segment or {}), "first_step": -1, "last_step": -1}],
             **attributes,
             "writer": self._lock.writer.token,
         }
@@ -211,9 +213,9 @@ class RunStore:
         Raises:
             Exception: If the store cannot be read or written; call it again.
         """
-        *earlier, segment = self._attributes["segments"] or [{}]
+        *earlier, segment = self._attributes["segments"]
         earlier = [{**each, "last_step": min(each["last_step"], step - 1)} for each in earlier]
-        segments = [*earlier, {**segment, "first_step": step, "last_step": step - 1}] if segment else []
+        segments = [*earlier, {**segment, "first_step": step, "last_step": step - 1}]
         if not self._has_begun:
             rows = {group: int(np.searchsorted(steps, limits.get(group, step))) for group, steps in self._found.items()}
             columns = [(column, rows[group]) for group, each in self._columns.items() for column in each.values()]
@@ -292,7 +294,8 @@ class RunStore:
 
     def _add_labels(self, group_name: str, dim: str, labels: list[str]) -> None:
         def create(root: zarr.Group) -> None:
-            array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,))
+            blosc = BloscCodec(cname=COMPRESSOR, clevel=LEVEL, shuffle="noshuffle", typesize=1)
+            array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,), compressors=blosc)
             array[:] = np.array(labels, dtype=object)
 
         documents = _made_by_zarr(create)
@@ -363,9 +366,8 @@ class RunStore:
         self._keys.put({key: data for column in columns for key, data in column.pending().items()})
         self._put(documents.arrays)
         self._put(documents.groups)
-        segments = self._attributes["segments"]
-        if segments and "first_step" in segments[-1]:
-            segments = [*segments[:-1], {**segments[-1], "last_step": self._last_step}]
+        *earlier, segment = self._attributes["segments"]
+        segments = [*earlier, {**segment, "last_step": self._last_step}]
         attributes = {
             **self._attributes,
             "state": state,

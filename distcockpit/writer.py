@@ -76,6 +76,7 @@ class Writer:
         self._closed, self._last_state = False, "closed"
         self._hurry = threading.Event()
         self._dropped = 0  # by the training thread, since the thread last looked
+        self._dropped_before = store.dropped_rows  # in earlier segments
         self._is_dropping = False
         self._deadline = float("inf")  # after it nobody waits for sums or for the store
         self.error: BaseException | None = None
@@ -159,12 +160,8 @@ class Writer:
         if lost:
             why = f" ({type(self.error).__name__}: {self.error})" if self.error else ""
             logger.warning("distcockpit: %d rows did not reach %s%s.", lost, self._store.name, why)
-        if self._store.dropped_rows:
-            logger.warning(
-                "distcockpit: %d rows of this run were dropped, because %s took rows too slowly.",
-                self._store.dropped_rows,
-                self._store.name,
-            )
+        if dropped := self._store.dropped_rows - self._dropped_before:
+            logger.warning("distcockpit: %d rows were lost on the way to %s, see above.", dropped, self._store.name)
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -203,7 +200,7 @@ class Writer:
         while not job.is_ready():
             if self._gives_up:
                 self._dropped += job.rows
-                self.report(TimeoutError("other ranks did not send their sums"), "rows are lost")
+                self.report(TimeoutError("other ranks did not send their sums"), f"{job.rows} rows are lost")
                 return False
             time.sleep(POLL_SECONDS)
         while True:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ranks import Ranks
+from stores import S3, s3_server
 
 torch.set_num_threads(1)
 
@@ -14,3 +15,16 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_of_session() -> Iterator[S3]:
+    with s3_server() as s3:
+        yield s3
+
+
+@pytest.fixture
+def s3(s3_of_session: S3) -> Iterator[S3]:
+    s3_of_session.proxy.mode, s3_of_session.proxy.refused = "ok", 0
+    yield s3_of_session
+    s3_of_session.proxy.mode = "ok"

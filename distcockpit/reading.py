@@ -1,0 +1,202 @@
+"""Reading a store that anybody may have written: nothing in it is executed, and nothing is allocated on its word alone.
+
+Only what distcockpit writes is read: Zarr v3 with consolidated metadata, numbers and texts, blosc. Before an array is
+looked at its documents are checked; before a chunk is decoded, how long it says that it will be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numcodecs import Blosc
+from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import WrapperStore
+
+from distcockpit.keys import Keys, keys_of
+from distcockpit.schema import FORMAT, FORMAT_VERSION, NAME
+
+TYPES = ("bool", "string", *(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)), "float32", "float64")
+CODECS = ({"bytes", "blosc"}, {"vlen-utf8", "blosc"})
+MAX_CHUNK_BYTES = 1 << 30
+MAX_LABEL_BYTES = 1 << 26
+MAX_DOCUMENT_BYTES = 1 << 28
+CHUNK = re.compile(r"(?P<array>.+)/c/\d+(/\d+)*")
+
+
+class UnsafeStoreError(ValueError):
+    """The store is damaged, or was not written by distcockpit."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A store whose documents are in order."""
+
+    keys: Keys
+    attributes: Mapping[str, Any]
+    arrays: Mapping[str, Mapping[str, Any]]  # metadata, by path
+
+    def store(self) -> Store:
+        """What zarr and xarray read; it checks each chunk."""
+        return _Checked(self.keys.store(), {path: _chunk_bytes(document) for path, document in self.arrays.items()})
+
+    def chunks(self, path: str) -> list[str]:
+        """The keys of the chunks that an array must have."""
+        document = self.arrays[path]
+        shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        counts = [range(math.ceil(n / c)) for n, c in zip(shape, chunk, strict=True)]
+        return ["/".join([path, "c", *map(str, index)]) for index in itertools.product(*counts)]
+
+
+def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> Run:
+    """The run in a store, with its documents checked.
+
+    Args:
+        store: A path, a URL or a store of zarr.
+        storage_options: Of fsspec, for a URL.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        UnsafeStoreError: If it is no run of distcockpit, of a newer format, or not in order.
+    """
+    keys = keys_of(store, storage_options)
+    if keys.is_empty():
+        raise FileNotFoundError(f"store={keys.name!r}: nothing is there.")
+    problem = f"store={keys.name!r}: is no run of distcockpit"
+    size = keys.size("zarr.json")
+    if size is None or size > MAX_DOCUMENT_BYTES:
+        raise UnsafeStoreError(f"{problem}.")
+    try:
+        root = json.loads(keys.get_one("zarr.json") or b"")
+        attributes = root["attributes"]
+        found, version = attributes["format"], attributes["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UnsafeStoreError(f"{problem}.") from None
+    if found != FORMAT or not isinstance(version, int):
+        raise UnsafeStoreError(f"{problem}.")
+    if version > FORMAT_VERSION:
+        raise UnsafeStoreError(
+            f"store={keys.name!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
+            "Install a newer distcockpit."
+        )
+    try:
+        arrays = dict(_checked(root["consolidated_metadata"]["metadata"]))
+        for path, document in arrays.items():
+            if path.endswith("/step"):
+                _check_rows(keys, path, document)
+    except UnsafeStoreError as error:
+        raise UnsafeStoreError(f"{problem} that is in order: {error}.") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsafeStoreError(f"{problem} that is in order: its metadata is damaged ({error!r}).") from None
+    return Run(keys, attributes, arrays)
+
+
+def problems(run: Run) -> list[str]:
+    """What is damaged: chunks that are missing, which would read as fill values, or cannot be decoded. Reads all."""
+    told = []
+    for path, document in run.arrays.items():
+        for key in run.chunks(path):
+            data = run.keys.get_one(key)
+            if data is None:
+                told.append(f"{key} is missing")
+                continue
+            try:
+                _check_chunk(data, *_chunk_bytes(document))
+                Blosc().decode(data)
+            except (ValueError, RuntimeError) as error:
+                told.append(f"{key} is damaged: {error}")
+    return told
+
+
+def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """The arrays, by path.
+
+    Raises:
+        UnsafeStoreError: If something is not as distcockpit writes it.
+    """
+    for path, document in metadata.items():
+        names = path.split("/")
+        if not 1 <= len(names) <= 2 or not all(NAME.fullmatch(name) for name in names):
+            raise UnsafeStoreError(f"{path!r} is no name of a group or an array")
+        if document["zarr_format"] != 3 or document["node_type"] not in ("group", "array"):
+            raise UnsafeStoreError(f"{path!r} is no group or array of Zarr v3")
+        if document["node_type"] == "group":
+            continue
+        grid, codecs = document["chunk_grid"], [codec["name"] for codec in document["codecs"]]
+        shape, chunk = document["shape"], grid["configuration"]["chunk_shape"]
+        whole = all(type(n) is int and n >= 0 for n in shape) and all(type(n) is int and n > 0 for n in chunk)
+        if document["data_type"] not in TYPES or set(codecs) not in CODECS or len(codecs) != 2:
+            raise UnsafeStoreError(f"{path!r} has type {document['data_type']!r} and codecs {codecs}")
+        if grid["name"] != "regular" or document.get("storage_transformers") or not whole or len(shape) != len(chunk):
+            raise UnsafeStoreError(f"{path!r} has shape {shape} and chunks {chunk}")
+        separator = document["chunk_key_encoding"]
+        if separator["name"] != "default" or separator.get("configuration", {}).get("separator", "/") != "/":
+            raise UnsafeStoreError(f"{path!r} names its chunks otherwise")
+        if _chunk_bytes(document)[1] > MAX_CHUNK_BYTES or math.prod(map(float, shape[1:])) > MAX_CHUNK_BYTES:
+            raise UnsafeStoreError(f"{path!r} has chunks of shape {chunk}, which is more than {MAX_CHUNK_BYTES} bytes")
+        yield path, document
+
+
+def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:
+    """Whether there are as many chunks as the rows of a group need: readers load the steps when they open it.
+
+    Raises:
+        UnsafeStoreError: If not.
+    """
+    (rows,), (chunk,) = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    needed, there = math.ceil(rows / chunk), keys.count(f"{path}/c", math.ceil(rows / chunk))
+    if there < needed:
+        raise UnsafeStoreError(f"{path!r} has {rows} rows, which need {needed} chunks, of which there are {there}")
+
+
+def _chunk_bytes(document: Mapping[str, Any]) -> tuple[int, int]:
+    """The least and the most that a decoded chunk may have."""
+    elements = math.prod(document["chunk_grid"]["configuration"]["chunk_shape"])
+    if document["data_type"] == "string":
+        return 0, max(MAX_LABEL_BYTES, 0 if elements < MAX_LABEL_BYTES else MAX_CHUNK_BYTES + 1)
+    size = elements * np.dtype(document["data_type"]).itemsize
+    return size, size
+
+
+def _check_chunk(data: bytes, least: int, most: int) -> None:
+    """Whether blosc would make room for what is expected.
+
+    Raises:
+        UnsafeStoreError: If not.
+    """
+    decoded, encoded = (int.from_bytes(data[at : at + 4], "little") for at in (4, 12))
+    if len(data) < 16 or encoded != len(data) or not least <= decoded <= most:
+        raise UnsafeStoreError(f"a chunk says that it has {decoded} bytes, where {least} to {most} are expected")
+
+
+class _Checked(WrapperStore[Store]):
+    """A store whose chunks are checked before they are decoded."""
+
+    def __init__(self, store: Store, sizes: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(store)
+        self._sizes = sizes
+
+    def _with_store(self, store: Store) -> _Checked:
+        return type(self)(store, self._sizes)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """The bytes of a key.
+
+        Raises:
+            UnsafeStoreError: If it is a chunk of another array, or says that it is longer than it may be.
+        """
+        found = CHUNK.fullmatch(key)
+        buffer = await self._store.get(key, prototype, None if found else byte_range)
+        if found and buffer is not None:
+            if found["array"] not in self._sizes or byte_range is not None:
+                raise UnsafeStoreError(f"{key}: does not belong to the run")
+            _check_chunk(buffer.to_bytes(), *self._sizes[found["array"]])
+        return buffer

@@ -1,0 +1,165 @@
+"""Ranks that stall, leave, skip or die; processes that are terminated or killed: what is said, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcockpit import open_run
+
+WORKER = Path(__file__).parent / "faults" / "worker.py"
+
+
+class Worker:
+    """One rank in a process of its own."""
+
+    def __init__(self, tmp_path: Path, rank: int, size: int, **options: Any) -> None:
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+            "RENDEZVOUS": str(tmp_path / "rendezvous"),
+            "PYTHONPATH": str(WORKER.parents[2]),
+        }
+        self.output = tmp_path / f"output{rank}"
+        self._file = self.output.open("w")
+        command = [sys.executable, str(WORKER), str(tmp_path / "run"), json.dumps(options)]
+        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, text: str, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < end and self.process.poll() is None, self.text
+            time.sleep(0.02)
+
+    def ends(self, seconds: float = 90) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"hangs: {self.text}") from None
+
+    def error(self) -> str:
+        return next((line for line in self.text.splitlines() if line.startswith("error")), self.text)
+
+
+@contextmanager
+def job(tmp_path: Path, size: int, **options: Any) -> Generator[list[Worker], None, None]:
+    workers = [Worker(tmp_path, rank, size, **options) for rank in range(size)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def rows(tmp_path: Path, name: str = "loss") -> list[int]:
+    return list(open_run(tmp_path / "run")[name]["step"].values)
+
+
+SHORT = {"timeout_seconds": 6, "flush_seconds": 1000}
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=6"]),
+        ("skip", ["ranks are at different steps: rank 0 tracks step 3, rank 1 tracks step 4"]),
+        ("leave", ["closed after step 2", "Join([ddp, cockpit])"]),
+    ],
+)
+def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, words: list[str]) -> None:
+    """Without DDP, which would wait by itself: the error says who, and where he is; nothing is aborted or hangs."""
+    with job(tmp_path, 2, steps=9, ddp=False, cockpit=SHORT, faults={"1": [fault, 3]}) as (first, second):
+        assert first.ends() == 3
+        assert all(word in first.error() for word in words), first.error()
+        second.process.kill() if fault == "stall" else second.ends()
+        assert second.process.returncode in (None, 0, 3) or fault == "stall", second.text
+    assert rows(tmp_path) == [0, 1, 2]
+
+
+def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
+    """Killed in the middle: DDP's own exchange fails, and its error gets a note of the last steps."""
+    with job(tmp_path, 2, steps=9, cockpit=SHORT, faults={"1": ["kill", 3]}) as (first, second):
+        assert first.ends() == 3 and second.ends() == -signal.SIGKILL
+        assert "Where they were last: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
+    assert rows(tmp_path) in ([0, 1, 2], [0, 1])  # the sums of the last step may have died with the rank
+
+
+def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
+    """Rank 1 hangs, rank 0 ends without having closed: it is gone in seconds, and its rows are there."""
+    with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=SHORT) as (first, second):
+        second.wait_for("step 2")
+        first.wait_for("exits")
+        began = time.monotonic()
+        assert first.ends(20) == 0
+        assert time.monotonic() - began < 10
+        assert second.process.poll() is None
+    assert rows(tmp_path) == [0, 1, 2] and open_run(tmp_path / "run").attrs["state"] == "running"
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_sigterm(tmp_path: Path, stuck: bool) -> None:
+    """What was tracked is written; also by a rank that is stuck in an exchange, where no handler of Python can run."""
+    size = 2 if stuck else 1
+    options: dict[str, Any] = {"faults": {"1": ["stall", 3]}} if stuck else {"pause": 0.05}
+    with job(
+        tmp_path, size, steps=10**6, cockpit={"flush_seconds": 1000, "timeout_seconds": 100}, **options
+    ) as workers:
+        workers[0].wait_for("step 2")
+        time.sleep(1)
+        workers[0].process.send_signal(signal.SIGTERM)
+        if stuck:
+            end = time.monotonic() + 20
+            while rows(tmp_path) != [0, 1, 2]:
+                assert time.monotonic() < end, rows(tmp_path)
+                time.sleep(0.1)
+            assert workers[0].process.poll() is None  # still waits for the other rank, as it would without us
+        else:
+            assert workers[0].ends(20) == -signal.SIGTERM
+    told = [int(line.split()[1]) for line in workers[0].text.splitlines() if line.startswith("step")]
+    assert rows(tmp_path)[: len(told)] == told and len(told) > 2
+
+
+def test_a_handler_of_the_user_still_runs(tmp_path: Path) -> None:
+    with job(tmp_path, 1, steps=10**6, pause=0.05, user_handler=True, cockpit={"flush_seconds": 1000}) as (worker,):
+        worker.wait_for("step 2")
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.ends(20) == 7
+    assert len(rows(tmp_path)) > 2
+
+
+def test_elastic_restart_resumes_the_store(tmp_path: Path) -> None:
+    """torchrun restarts all ranks when one is killed; the run goes on from its checkpoint, in the same store."""
+    options = {
+        "steps": 12,
+        "every_checkpoint": 4,
+        "faults": {"1": ["kill", 7]},
+        "cockpit": {"mode": "a", "flush_seconds": 0.1},
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command += [str(WORKER), str(tmp_path / "run"), json.dumps(options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = open_run(tmp_path / "run").load()
+    for name in ("loss", "mean_gsnr", "grad_hist_1d", "update_size", "log"):
+        assert list(run[name]["step"].values) == list(range(12)), name
+    first, second = run.attrs["segments"]
+    assert (first["first_step"], first["last_step"], second["first_step"], second["last_step"]) == (0, 4, 5, 11)
+    assert run.attrs["state"] == "closed"

@@ -1,0 +1,278 @@
+"""The same behaviour on a disk, in memory and on S3: recording, resuming, replacing, locking, reading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import xarray as xr
+from stores import S3, Place, place
+from torch import nn
+from zarr.storage import LocalStore, MemoryStore, ZipStore
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit import store as store_module
+from distcockpit.keys import Keys, keys_of
+from distcockpit.lock import KEY as LOCK
+from distcockpit.quantities import Alpha, GradHist1d, MeanGSNR
+from distcockpit.reading import UnsafeStoreError
+from distcockpit.run import verify
+from distcockpit.schema import Field, Group
+from distcockpit.store import RunStore
+
+AT = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
+GROUPS = {
+    "a": Group({"x": Field(), "v": Field(("rank",), dtype="int64")}, {"rank": 3}),
+    "b": Group({"y": Field(("name",))}, {"name": ["one", "two"]}),
+}
+NOTHING: dict[str, Any] = {"parameters": {}, "config": {}}
+KINDS = ("disk", "memory", "s3")
+
+
+@pytest.fixture(params=KINDS)
+def where(request: Any, tmp_path: Path, s3: S3) -> Place:
+    return place(request.param, tmp_path, s3)
+
+
+def keys(where: Place) -> Keys:
+    return keys_of(where.store, where.options)
+
+
+def train(where: Place, steps: range, **options: Any) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    options = {"quantities": [Alpha(), MeanGSNR(), GradHist1d(bins=9)], "schedule": every(1), **options}
+    with DistCockpit(net, loss_fn, **where.for_cockpit, **options) as cockpit:
+        for step in steps:
+            x, y = cases.data("mlp", "mean", step)
+            with cockpit.track(step):
+                loss_fn(net(x), y).backward()
+            cockpit.log(step, value=step / 2)
+
+
+def read(where: Place) -> xr.DataTree:
+    return open_run(where.store, where.options).load()
+
+
+def test_a_run(where: Place) -> None:
+    train(where, range(5))
+    run = read(where)
+    assert list(run["mean_gsnr"]["step"].values) == list(range(5)) and run.attrs["state"] == "closed"
+    np.testing.assert_array_equal(run["log"]["value"], np.arange(5) / 2)
+    assert run["grad_hist_1d"]["counts"].sum() == 5 * cases.N * sum(
+        p.numel() for p in cases.initialised("mlp").parameters()
+    )
+    assert verify(where.store, where.options) == []
+    assert keys(where).get_one(LOCK) is None
+    train(where, range(3, 7), mode="a")
+    again = read(where)
+    assert list(again["mean_gsnr"]["step"].values) == list(range(7)) and again.attrs["generation"] == 1
+    np.testing.assert_array_equal(again["mean_gsnr"]["mean_gsnr"][:5], run["mean_gsnr"]["mean_gsnr"])
+    with pytest.raises(FileExistsError, match="already holds a run.*mode='a'"):
+        train(where, range(1))
+    train(where, range(2), mode="w")
+    assert list(read(where)["mean_gsnr"]["step"].values) == [0, 1]
+
+
+def test_plain_xarray_reads_it(where: Place) -> None:
+    train(where, range(2))
+    opened = where.store if not where.options else str(where.store)
+    options = {"storage_options": where.options} if where.options else {}
+    tree = xr.open_datatree(opened, engine="zarr", **options)
+    assert list(tree["mean_gsnr"]["step"].values) == [0, 1] and "writer" not in tree.children
+
+
+def test_rows_are_cut_and_grow_again(where: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place of a chunk, with more and fewer ranks; nothing old comes back, nothing is left over."""
+    monkeypatch.setattr(store_module, "MAX_CHUNK_ROWS", 4)
+    monkeypatch.setattr(store_module, "STEP_CHUNK_ROWS", 8)
+    expected: list[int] = []
+    kept: list[list[int]] = []
+    generation = 0
+    for life, (cut, ranks) in enumerate([(0, 3), (3, 2), (4, 5), (8, 5), (8, 1), (1, 4), (0, 7), (9, 7)]):
+        groups = {"a": Group(GROUPS["a"].fields, {"rank": ranks}), "b": GROUPS["b"]}
+        run = RunStore(keys(where), "a" if life else "w-", groups, NOTHING)
+        run.begin(cut, {"b": max(0, cut - 1)})
+        generation += cut < len(expected)
+        del expected[cut:], kept[cut:]
+        assert [list(row) for row in read(where)["a"]["v"].values[:, :1]] == [row[:1] for row in kept]
+        for step in range(cut, cut + 3 + life):
+            value = 100 * life + step
+            run.append("a", step, {"x": float(value), "v": np.arange(ranks) + value}, AT)
+            if step:
+                run.append("b", step - 1, {"y": [value, -value]}, AT)
+            run.append("log", step, {"z": value}, AT)
+            expected.append(value)
+            kept.append([*(np.arange(ranks) + value)])
+        run.commit("closed")
+        run.release()
+        a = read(where)["a"]
+        np.testing.assert_array_equal(a["x"], expected)
+        np.testing.assert_array_equal(a["step"], range(len(expected)))
+        for row, values in zip(a["v"].values, kept, strict=True):
+            assert list(row) == values + [0] * (len(row) - len(values))
+        assert read(where)["b"]["step"].values[-1] == len(expected) - 2
+        assert verify(where.store, where.options) == [] or life > 0  # ranks that came later have no chunks before
+    assert read(where).attrs["generation"] == generation and len(read(where).attrs["segments"]) == 8
+    left = [int(key.split("/")[3]) for key in keys(where).list() if key.startswith("a/x/c/")]
+    assert sorted(left) == list(range(-(-len(expected) // 4)))
+
+
+def test_one_writer(where: Place) -> None:
+    run = RunStore(keys(where), "w-", GROUPS, NOTHING, lock_seconds=1.5)
+    for mode in ("w", "a"):
+        alive = threading.Timer(0.5, run.renew)  # "a" waits for a sign of life, and sees one
+        alive.start()
+        with pytest.raises(FileExistsError, match="is being written by process"):
+            RunStore(keys(where), mode, GROUPS, NOTHING, lock_seconds=1000)
+        alive.join()
+    run.append("a", 0, {"x": 1.0, "v": np.ones(3)}, AT)
+    run.commit()
+    began = time.monotonic()
+    second = RunStore(keys(where), "a", GROUPS, NOTHING, lock_seconds=1.5)  # the first one gives no sign any more
+    assert time.monotonic() - began < 20
+    second.begin(1, {})
+    second.append("a", 1, {"x": 2.0, "v": np.ones(3)}, AT)
+    second.commit()
+    run.append("a", 1, {"x": 3.0, "v": np.ones(3)}, AT)
+    with pytest.raises(FileExistsError, match="another process writes"):
+        run.commit()
+    assert list(read(where)["a"]["x"].values) == [1.0, 2.0]
+    run.release()  # not his any more
+    assert keys(where).get_one(LOCK) is not None
+    second.release()
+
+
+def test_the_lock_of_a_dead_process_holds_nobody(tmp_path: Path) -> None:
+    script = f"""
+import os
+from distcockpit.keys import FolderKeys
+from distcockpit.store import RunStore
+from pathlib import Path
+RunStore(FolderKeys(Path({str(tmp_path / "run")!r})), "w-", {{}}, {{"parameters": {{}}, "config": {{}}}})
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    began = time.monotonic()
+    with pytest.raises(FileExistsError, match="already holds"):
+        RunStore(keys_of(tmp_path / "run"), "w-", {}, NOTHING)
+    RunStore(keys_of(tmp_path / "run"), "a", {}, NOTHING, lock_seconds=1000).release()
+    assert time.monotonic() - began < 10
+
+
+def test_a_foreign_place_is_left_alone(where: Place) -> None:
+    keys(where).put({"precious": b"data"})
+    for mode in ("w-", "w", "a"):
+        with pytest.raises(FileExistsError, match="no run of distcockpit"):
+            train(where, range(1), mode=mode)
+    assert keys(where).list() == ["precious"]
+
+
+def test_what_a_writer_left_before_its_first_key_is_no_obstacle(where: Place) -> None:
+    keys(where).put({LOCK: b"{}"})
+    train(where, range(1))
+    assert read(where).attrs["state"] == "closed"
+
+
+@pytest.mark.parametrize("kind", ["path", "text", "file url", "local store"])
+def test_names_of_a_folder(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run"
+    names = {"path": path, "text": str(path), "file url": f"file://{path}", "local store": LocalStore(path)}
+    train(Place(names[kind]), range(1))
+    assert open_run(path).attrs["state"] == open_run(names[kind]).attrs["state"] == "closed"
+
+
+def test_wrong_stores(tmp_path: Path) -> None:
+    for store, kind, words in (
+        (3, TypeError, "must be a path, a URL"),
+        ("", ValueError, "must be a path"),
+        ("nosuch://place/run", ValueError, "nosuch"),
+    ):
+        with pytest.raises(kind, match=words):
+            train(Place(store), range(1))
+    with pytest.raises(ValueError, match="storage_options.*are for a URL"):
+        DistCockpit(nn.Linear(2, 2), store=tmp_path / "run", storage_options={"key": "k"})
+    with pytest.raises(OSError, match="could not be written"):
+        train(Place(ZipStore(tmp_path / "zip", mode="w")), range(1))
+    with pytest.raises(FileNotFoundError, match="nothing is there"):
+        open_run(MemoryStore())
+
+
+# -- stores that need not be trusted -----------------------------------------------------------------------------------
+
+
+def damage(document: dict[str, Any], path: str, **changes: Any) -> None:
+    document["consolidated_metadata"]["metadata"][path].update(changes)
+
+
+def grid(*shape: int) -> dict[str, Any]:
+    return {"name": "regular", "configuration": {"chunk_shape": list(shape)}}
+
+
+HARMFUL = {
+    "object type": {"data_type": "object"},
+    "pickle": {"codecs": [{"name": "numcodecs.pickle"}, {"name": "blosc"}]},
+    "another codec": {"codecs": [{"name": "bytes"}, {"name": "gzip"}]},
+    "sharding": {"codecs": [{"name": "sharding_indexed"}, {"name": "blosc"}]},
+    "huge chunk": {"chunk_grid": grid(1 << 40)},
+    "negative shape": {"shape": [-1]},
+    "number as text": {"shape": ["7"]},
+    "zarr v2": {"zarr_format": 2},
+    "storage transformer": {"storage_transformers": [{"name": "evil"}]},
+    "no shape": {"shape": None},
+}
+
+
+@pytest.mark.parametrize("case", HARMFUL)
+def test_documents_that_are_not_ours_are_refused(tmp_path: Path, case: str) -> None:
+    train(Place(tmp_path / "run"), range(2))
+    root = json.loads((tmp_path / "run/zarr.json").read_text())
+    damage(root, "mean_gsnr/mean_gsnr", **HARMFUL[case])
+    (tmp_path / "run/zarr.json").write_text(json.dumps(root))
+    with pytest.raises(UnsafeStoreError, match="no run of distcockpit that is in order"):
+        open_run(tmp_path / "run")
+
+
+def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    train(Place(path), range(2))
+    good = (path / "zarr.json").read_text()
+
+    def damaged(array: str, **changes: Any) -> None:
+        root = json.loads(good)
+        damage(root, array, **changes)
+        (path / "zarr.json").write_text(json.dumps(root))
+
+    damaged("mean_gsnr/step", shape=[1 << 45])  # 256 TiB that xarray would load at once
+    with pytest.raises(UnsafeStoreError, match="need .* chunks, of which there are 1"):
+        open_run(path)
+    root = json.loads(good)
+    root["consolidated_metadata"]["metadata"]["../up"] = root["consolidated_metadata"]["metadata"]["log"]
+    (path / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(UnsafeStoreError, match="no name of a group"):
+        open_run(path)
+    (path / "zarr.json").write_text(good)
+    chunk = path / "mean_gsnr/mean_gsnr/c/0"
+    data = bytearray(chunk.read_bytes())
+    data[4:8] = (0xFFFFFFF0).to_bytes(4, "little")  # blosc would take 4 GiB
+    chunk.write_bytes(data)
+    run = open_run(path)
+    with pytest.raises(UnsafeStoreError, match="says that it has 4294967280 bytes"):
+        run["mean_gsnr"]["mean_gsnr"].load()
+    assert len(verify(path)) == 1 and "says that it has" in verify(path)[0]
+    chunk.write_bytes(bytes(data)[:40])
+    with pytest.raises(UnsafeStoreError):
+        open_run(path)["mean_gsnr"]["mean_gsnr"].load()
+    chunk.unlink()
+    assert verify(path) == ["mean_gsnr/mean_gsnr/c/0 is missing"]
+    for text in ("[", "[]", '{"attributes": 3}', "[" * 100_000):
+        (path / "zarr.json").write_text(text)
+        with pytest.raises(UnsafeStoreError, match="is no run"):
+            open_run(path)
