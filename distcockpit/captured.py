@@ -7,6 +7,7 @@ gradients of a micro-batch are multiplied by ``(N / W) w / c``, and from then on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,6 +127,12 @@ class Captured:
     def weight(self) -> float:
         """This micro-batch's part of W; without samples it has none."""
         return self.scale.weight if self.batch_size else 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its loss is not finite; waits for the device."""
+        values: list[Any] = [call.value for call in self.losses] or [self.scale.total]
+        return any(value is not None and not math.isfinite(float(value)) for value in values)
 
     def with_others(self, other: Captured, names: Collection[str]) -> Captured:
         """The same, with the uses of a second pass for the parameters ``names``, and its own for all else."""

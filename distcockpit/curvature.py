@@ -109,6 +109,9 @@ class Diagonals:
             try:
                 diagonal = self._of(curvature, micro, seed, trainable)
             except Exception as error:
+                if micro.is_broken:  # draws from probabilities that are NaN, for example
+                    total = {name: torch.full_like(t, float("nan")) for name, t in total.items()}
+                    continue
                 raise RuntimeError(
                     f"curvature={curvature.kind!r} could not be computed for {type(self._model).__name__}: {error} "
                     f"BackPACK needs a model that is a chain of modules it knows. {WAY_OUT}"

@@ -85,6 +85,9 @@ def quadratic_forms(
                     forms = [(v.double() * c.double()).sum() for v, c in zip(vector, product(vector), strict=True)]
                     total[k] += torch.stack(forms) * micro.scale.divisor
         except Exception as error:
+            if micro.is_broken:
+                total += float("nan")
+                continue
             raise RuntimeError(
                 f"curvature={estimate.kind!r} could not be computed for {type(model).__name__}: {error} It needs a "
                 "model that can be differentiated twice. Leave quantities with curvature out."
