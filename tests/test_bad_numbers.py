@@ -87,7 +87,7 @@ def train(
                 with cockpit.track(step):
                     loss = loss_fn(cockpit(x), y)
                     (loss * bad if is_bad and what == "loss" else loss).backward()
-                if is_bad:
+                if is_bad or (step == BAD_STEP and what == "parameter"):
                     counted = count(net, loss_fn, x, y, bad if what == "loss" else 1.0)
                 handle.remove()
                 optimizer.step()
@@ -138,14 +138,16 @@ def test_rows_go_on(ranks: Ranks, tmp_path: Path, what: str, kind: str, who: lis
         row = run[name].sel(step=BAD_STEP)
         n_elements = sum(p.numel() for p in network().parameters()) * sum(SHARDS)
         assert int(row["counts"].sum() + row["nan"]) == n_elements
-        if dtype == "float32":
+        if what == "loss":  # the factor on the loss is divided out, and this one cannot be: nothing is known
+            assert int(row["nan"]) >= sum(p.numel() for p in network().parameters()) * sum(SHARDS[r] for r in who)
+        elif dtype == "float32":
             assert int(row["nan"]) == sum(nans), (name, nans)
             assert int(row["below"] + row["above"]) >= sum(infinities)  # they are counted in the edge bins
-        assert int(row["nan"] + row["below"] + row["above"]) > 0
     assert np.isfinite(run["adapted"]["edges"]).all() and np.isfinite(run["adapted_2d"]["grad_edges"]).all()
     health = run["rank_health"].sel(step=BAD_STEP)
     for rank in range(2):
-        is_hit = health["nonfinite_losses"][rank] + health["nonfinite_gradients"][rank] > 0
+        fields = ("nonfinite_losses", "nonfinite_gradients", "first_nonfinite_output")
+        is_hit = sum(int(health[field][rank]) for field in fields) > 0
         assert bool(is_hit) == (rank in affected), (rank, health)
         outputs = health["first_nonfinite_output"].attrs["flag_meanings"].split()
         first = outputs[int(health["first_nonfinite_output"][rank])]
@@ -161,9 +163,10 @@ def test_rows_go_on(ranks: Ranks, tmp_path: Path, what: str, kind: str, who: lis
                 if "correlation" not in str(field) and dtype == "float32":
                     assert np.isfinite(last).all() or "seconds" in str(field) or name == "log", (name, field)
     pooled = run["loss"]["loss"].sel(step=BAD_STEP)
-    assert not np.isfinite(pooled) or what in ("loss", "gradient")
+    hidden = what in ("gradient", "loss") or kind == "inf"  # sigmoids make infinities finite
+    assert hidden or not np.isfinite(pooled)
     for name in ("grad_norm", "mean_gsnr", "norm_test", "inner_test"):
         values = np.concatenate([
             np.ravel(v.sel(step=BAD_STEP)) for v in run[name].data_vars.values() if v.dtype.kind == "f"
         ])
-        assert not np.isfinite(values).all(), name
+        assert np.isfinite(values).all() == (sum(nans) + sum(infinities) == 0), name

@@ -2,10 +2,10 @@
 
 python tests/faults/kills.py --kills 200
 
-A process trains, tracks every step, commits some fifty times a second, and saves a checkpoint with the cockpit's state
-now and then. It is killed (SIGKILL) at a random moment of its life, also while it opens, cuts or writes the store. After
-each kill the store must open and hold every chunk, every row of every quantity must be what was handed to the store, bit
-for bit (a journal beside it tells), and that of the other run but for rounding; then the run is resumed in the store.
+A process trains, tracks every step, commits as often as it can, and saves a checkpoint with the cockpit's state now and
+then. It is killed (SIGKILL) at a random moment of its life, also while it opens, cuts or writes the store. After each
+kill the store must open and hold every chunk; every row of every quantity must be what was handed to the store, bit for
+bit (a journal beside it tells), and that of the other run but for rounding. Then the run is resumed in the store.
 """
 
 from __future__ import annotations
