@@ -207,8 +207,8 @@ class DistCockpit(Joinable):
                 run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
                 recorder = Recorder(run, pace, facts)
                 announce(chosen, groups, name, world.size)
-        resumed = any(world.share(run is not None and run.holds_rows))
-        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, resumed=resumed)
+        first = world.share(None if run is None else run.first_step)[0]
+        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, holds_from=first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

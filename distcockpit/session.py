@@ -123,7 +123,7 @@ class Session:
     check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
     broken: bool = False  # whether a tracked step failed here after its header
-    resumed: bool = False  # whether the store held rows of this run
+    holds_from: int | None = None  # first step of the rows of a resumed run
     layouts: dict[object, Layout] = field(default_factory=dict)  # of the sums of each selection of quantities
     last_step: int = -1
     absent: frozenset[int] = frozenset()  # ranks that had run out of data at the latest exchange
@@ -182,8 +182,13 @@ class Session:
                 limits |= {q.name: self.start.stamp.step for q in self.start.displaced}
             limits["log"] = min([step, *self.userlog.entries])
             self.recorder.begin(step, limits)
-        if self.keeps_initial and not self.initial and not self.resumed:
+        if self.keeps_initial and not self.initial and not self._goes_on:
             self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the store holds rows from before this part of the run."""
+        return None not in (self.holds_from, self._first_step) and self.holds_from < self._first_step
 
     @property
     def may_load(self) -> bool:
@@ -348,7 +353,7 @@ class Session:
             return None, None
         if start is not None:
             return start.project(tracked, scale, self.setup.block_elements), start.stamp
-        if self.resumed and step == self._first_step:
+        if self._goes_on and step == self._first_step:
             return interrupted_update(tracked), Stamp(step - 1, None, time.time(), 0)
         return None, None
 

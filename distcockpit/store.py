@@ -118,9 +118,9 @@ class RunStore:
         return self._attributes["dropped_rows"]
 
     @property
-    def holds_rows(self) -> bool:
-        """Whether a resumed run has rows."""
-        return any(len(steps) for steps in self._found.values())
+    def first_step(self) -> int | None:
+        """The first step of the rows that a resumed run has, if it has any."""
+        return min((int(steps[0]) for steps in self._found.values() if len(steps)), default=None)
 
     # -- opening -------------------------------------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
     "preset by name": (lambda p: presets.preset("all"), ValueError, ["'all'"]),
     "unknown public name": (lambda p: __import__("distcockpit").Cockpit, AttributeError, ["DistCockpit"]),
     "nothing to open": (lambda p: open_run(p / "nothing"), FileNotFoundError, ["nothing is there"]),
-    "a folder that is no run": (lambda p: open_run(p), ValueError, ["no run of distcockpit"]),
+    "a folder that is no run": (lambda p: open_run(Path(__file__).parent), ValueError, ["no run of distcockpit"]),
 }
 
 
@@ -560,3 +560,44 @@ def test_a_rank_that_fails_half_way_stops_all_at_the_next_step(ranks: Ranks, tmp
     assert first[0] == second[0] == "" and second[1] == "in the middle"
     assert "Rank 1 could not finish tracked step 2" in first[2]
     assert "earlier tracked step failed" in second[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeOfRank(MeanGSNR):
+    """Sums whose length depends on the rank, from the first step or a later one."""
+
+    since: int = 0
+
+    def local(self, batch: Any, memory: dict[str, Any]) -> dict[str, Any]:
+        longer = batch.rank == 1 and batch.step >= self.since
+        return {"part": batch.vector([1.0] * (3 + longer))}
+
+    def finalize(self, totals: Any, n: int) -> None:
+        return None
+
+
+def sums_of_different_shapes(rank: int, size: int, group: Any, store: str, since: int) -> list[str]:
+    net, loss_fn, said = cases.initialised("mlp"), CE(), []
+    options: dict[str, Any] = {"quantities": [ShapeOfRank(since=since)], "schedule": every(1)}
+    cockpit = DistCockpit(net, loss_fn, store=store, process_group=group, **options)
+    for step in range(4):
+        x, y = cases.data("mlp", "mean", step)
+        try:
+            with cockpit.track(step):
+                loss_fn(net(x), y).backward()
+            said.append("")
+        except RuntimeError as error:
+            return [*said, str(error)]
+    return said
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_sums_of_different_shapes(ranks: Ranks, tmp_path: Path, since: int) -> None:
+    """Gloo would end the process: 'op.preamble.length <= op.nbytes'."""
+    for said in ranks.run(2, sums_of_different_shapes, str(tmp_path / "run"), since):
+        assert said[:since] == [""] * since
+        if since == 0:
+            assert "the sum 'part' has shape (4,) on rank 1, and (3,) on rank 0" in said[0]
+        else:
+            assert "different steps: rank 0 tracks step 3, rank 1 compares the sums of step 2" in said[-1]
+    ranks.stop(kill=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from distcockpit import open_run
+from distcockpit.run import verify
 
 WORKER = Path(__file__).parent / "faults" / "worker.py"
 
@@ -101,6 +102,22 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     assert rows(tmp_path) in ([0, 1, 2], [0, 1])  # the sums of the last step may have died with the rank
 
 
+def test_all_ranks_are_killed(tmp_path: Path) -> None:
+    """As when a job is killed with its nodes; the same command resumes it, here from no checkpoint at all."""
+    options: dict[str, Any] = {"cockpit": {"mode": "a", "flush_seconds": 0.1}, "pause": 0.05}
+    with job(tmp_path, 2, steps=10**6, **options) as workers:
+        workers[0].wait_for("step 20")
+        for worker in workers:
+            worker.process.kill()
+    before = rows(tmp_path)
+    assert before == list(range(len(before))) and verify(tmp_path / "run") == []
+    (tmp_path / "rendezvous").unlink()
+    with job(tmp_path, 2, steps=5, **options) as workers:
+        assert [worker.ends() for worker in workers] == [0, 0], workers[0].text
+    run = open_run(tmp_path / "run")
+    assert rows(tmp_path) == list(range(5)) and len(run.attrs["segments"]) == 2 and verify(tmp_path / "run") == []
+
+
 def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
     """Rank 1 hangs, rank 0 ends without having closed: it is gone in seconds, and its rows are there."""
     with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=SHORT) as (first, second):
@@ -155,6 +172,7 @@ def test_elastic_restart_resumes_the_store(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     command += [str(WORKER), str(tmp_path / "run"), json.dumps(options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or gloo finds addresses of the ranks that died
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     run = open_run(tmp_path / "run").load()

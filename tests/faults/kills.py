@@ -32,7 +32,7 @@ from distcockpit import quantities as q
 from distcockpit import store as store_module
 from distcockpit.run import verify
 
-STEPS, CHECKPOINT_STEPS = 240, 7
+CHECKPOINT_STEPS = 7
 ROWS_PER_CHUNK = 16
 
 
@@ -51,7 +51,7 @@ def chosen() -> list[q.Quantity]:
     ]
 
 
-def train(store: str, checkpoint: str, opening: Any, stepping: Any) -> None:
+def train(store: str, checkpoint: str, steps: int, opening: Any, stepping: Any) -> None:
     """From the checkpoint, if there is one, to the end."""
     store_module.MAX_CHUNK_ROWS = ROWS_PER_CHUNK  # many chunks
     store_module.STEP_CHUNK_ROWS = 2 * ROWS_PER_CHUNK
@@ -77,7 +77,7 @@ def train(store: str, checkpoint: str, opening: Any, stepping: Any) -> None:
             optimizer.load_state_dict(saved["optimizer"])
             cockpit.load_state_dict(saved["cockpit"])
             first = saved["step"] + 1
-        for step in range(first, STEPS):
+        for step in range(first, steps):
             generator = torch.Generator().manual_seed(step)
             x, y = torch.randn(9, 6, generator=generator), torch.randint(3, (9,), generator=generator)
             optimizer.zero_grad()
@@ -119,14 +119,14 @@ def expect_rows(store: Path, whole: Any) -> int:
     return rows
 
 
-def main(kills: int, seed: int, folder: str) -> dict[str, int]:
+def main(kills: int, steps: int, seed: int, folder: str) -> dict[str, int]:
     """Kill so often; what was seen."""
     context, chance = mp.get_context("forkserver"), random.Random(seed)
     context.set_forkserver_preload(["torch", "backpack", "distcockpit", "numba"])
     seen = {"kills": 0, "rows compared": 0, "runs finished": 0, "while opening": 0, "resumed": 0, "cut": 0}
     whole_store = f"{folder}/whole"
     events = context.Event(), context.Event()
-    process = context.Process(target=train, args=(whole_store, f"{folder}/whole.pt", *events))
+    process = context.Process(target=train, args=(whole_store, f"{folder}/whole.pt", steps, *events))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -135,11 +135,11 @@ def main(kills: int, seed: int, folder: str) -> dict[str, int]:
     while seen["kills"] < kills:
         store, checkpoint = Path(folder, f"run{name}"), f"{folder}/run{name}.pt"
         opening, stepping = context.Event(), context.Event()
-        process = context.Process(target=train, args=(str(store), checkpoint, opening, stepping))
+        process = context.Process(target=train, args=(str(store), checkpoint, steps, opening, stepping))
         process.start()
         opens = chance.random() < 0.2
         (opening if opens else stepping).wait()
-        process.join(chance.uniform(0, 0.2) if opens else chance.choice([0.05, 0.5, 3.0]) * chance.random())
+        process.join(chance.uniform(0, 0.2) if opens else chance.choice([0.05, 0.3, 1.5]) * chance.random())
         if process.is_alive():
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
@@ -156,7 +156,7 @@ def main(kills: int, seed: int, folder: str) -> dict[str, int]:
         life, generation = life + 1, attributes["generation"]
         if attributes["state"] == "closed":
             seen["runs finished"] += 1
-            assert attributes["committed_step"] == STEPS - 1
+            assert attributes["committed_step"] == steps - 1
             life, generation, name = 0, 0, name + 1
     return seen
 
@@ -164,9 +164,10 @@ def main(kills: int, seed: int, folder: str) -> dict[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=240, help="of a whole run")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(main(arguments.kills, arguments.seed, folder)))
+        print(json.dumps(main(arguments.kills, arguments.steps, arguments.seed, folder)))

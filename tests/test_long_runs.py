@@ -1,0 +1,31 @@
+"""The programs of the long runs, in short: see docs/reliability.md for what the long ones showed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FAULTS = Path(__file__).parent / "faults"
+
+
+def run(*command: str) -> dict[str, float]:
+    """The figures that a program prints at its end."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+def test_kills() -> None:
+    seen = run(str(FAULTS / "kills.py"), "--kills", "5", "--steps", "60")
+    assert seen["kills"] == 5
+
+
+def test_rows(tmp_path: Path) -> None:
+    assert run(str(FAULTS / "rows.py"), "--steps", "3000", "--store", str(tmp_path / "rows"))["steps"] == 3000
+
+
+def test_soak(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FAULTS / "soak.py")]
+    assert run(*launch, "--store", str(tmp_path / "soak"), "--minutes", "0.05")["steps"] >= 50
