@@ -86,9 +86,16 @@ class Lock:
         self._renewed = time.monotonic()
 
     def renew(self) -> None:
-        """Give a sign of life, if the last one is a while ago."""
+        """Give a sign of life, if the last one is a while ago.
+
+        Raises:
+            FileExistsError: If somebody took the lock, because the last sign was too long ago.
+        """
         if self.seconds_to_renewal <= 0:
             self._renewed = time.monotonic()  # also where it fails: the next one will be in time
+            held = self._held()
+            if held is not None and held[0] != self.writer:
+                raise FileExistsError(f"{self._keys.name} has another writer now, process {held[0].process}")
             self._keys.put({KEY: self._document()})
 
     @property

@@ -43,16 +43,19 @@ class Run:
     keys: Keys
     attributes: Mapping[str, Any]
     arrays: Mapping[str, Mapping[str, Any]]  # metadata, by path
+    documents: Mapping[str, bytes]  # by key: those that were checked, whatever the store says later
 
     def store(self) -> Store:
         """What zarr and xarray read; it checks each chunk."""
-        return _Checked(self.keys.store(), {path: _chunk_bytes(document) for path, document in self.arrays.items()})
+        return _Checked(self.keys.store(), self.documents, {p: _chunk_bytes(d) for p, d in self.arrays.items()})
 
     def chunks(self, path: str) -> list[str]:
         """The keys of the chunks that an array must have."""
         document = self.arrays[path]
         shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
-        counts = [range(math.ceil(n / c)) for n, c in zip(shape, chunk, strict=True)]
+        # Ranks that came in a later part of the run have no chunks in the parts before.
+        sizes = [c if dim == "rank" else n for n, c, dim in zip(shape, chunk, document["dimension_names"], strict=True)]
+        counts = [range(math.ceil(n / c)) for n, c in zip(sizes, chunk, strict=True)]
         return ["/".join([path, "c", *map(str, index)]) for index in itertools.product(*counts)]
 
 
@@ -75,7 +78,8 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
     if size is None or size > MAX_DOCUMENT_BYTES:
         raise UnsafeStoreError(f"{problem}.")
     try:
-        root = json.loads(keys.get_one("zarr.json") or b"")
+        data = keys.get_one("zarr.json") or b""
+        root = json.loads(data)
         attributes = root["attributes"]
         found, version = attributes["format"], attributes["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -93,10 +97,14 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
             if path.endswith("/step"):
                 _check_rows(keys, path, document)
     except UnsafeStoreError as error:
+        if keys.get_one("zarr.json") != data:  # it was cut in the meantime
+            return open_store(store, storage_options)
         raise UnsafeStoreError(f"{problem} that is in order: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnsafeStoreError(f"{problem} that is in order: its metadata is damaged ({error!r}).") from None
-    return Run(keys, attributes, arrays)
+    metadata = root["consolidated_metadata"]["metadata"]
+    documents = {f"{path}/zarr.json": json.dumps(document).encode() for path, document in metadata.items()}
+    return Run(keys, attributes, arrays, {"zarr.json": data, **documents})
 
 
 def problems(run: Run) -> list[str]:
@@ -180,12 +188,12 @@ def _check_chunk(data: bytes, least: int, most: int) -> None:
 class _Checked(WrapperStore[Store]):
     """A store whose chunks are checked before they are decoded."""
 
-    def __init__(self, store: Store, sizes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, store: Store, documents: Mapping[str, bytes], sizes: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(store)
-        self._sizes = sizes
+        self._documents, self._sizes = documents, sizes
 
     def _with_store(self, store: Store) -> _Checked:
-        return type(self)(store, self._sizes)
+        return type(self)(store, self._documents, self._sizes)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The bytes of a key.
@@ -193,6 +201,9 @@ class _Checked(WrapperStore[Store]):
         Raises:
             UnsafeStoreError: If it is a chunk of another array, or says that it is longer than it may be.
         """
+        if key in self._documents or key.endswith("zarr.json"):
+            document = self._documents.get(key)
+            return None if document is None else prototype.buffer.from_bytes(document)
         found = CHUNK.fullmatch(key)
         buffer = await self._store.get(key, prototype, None if found else byte_range)
         if found and buffer is not None:

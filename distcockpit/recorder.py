@@ -137,6 +137,7 @@ class Recorder:
             try:
                 commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
             except Exception as error:  # one quantity must not take the others with it
+                self._writer.lose(1)
                 self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
         for name, value in totals.get("log", {}).items():
             step, _, scalar = name.partition("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model, Update
 from distcockpit.recorder import Recorder, Result, Stamp
-from distcockpit.reduce import CLOSE, Pending, Record, World, record_of
+from distcockpit.reduce import CLOSE, TRACK, Pending, Record, World, record_of
 from distcockpit.selfcheck import SelfCheck
 from distcockpit.update import Start, interrupted_update
 from distcockpit.userlog import UserLog
@@ -130,7 +131,9 @@ class Session:
     exchanged_step: int = -1  # the step of that
     joins: bool = False  # whether ranks may run out of data
     keeps_initial: bool = False
-    _first_step: int | None = None
+    _first_step: int | None = None  # tracked or logged, which may differ between ranks
+    _first_tracked: int | None = None
+    _pid: int = field(default_factory=os.getpid)
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
     _logs_handed_on: float = 0.0
@@ -167,8 +170,16 @@ class Session:
                 "the whole run, not within an epoch."
             )
         self.clock.enter()
-        self.begin_segment(step)
+        self.begin_tracking(step)
         self.inside, self.last_step = tracked, step
+
+    def begin_tracking(self, step: int) -> None:
+        """A call of `track`, here or on the ranks that still train."""
+        self.begin_segment(step)
+        if self._first_tracked is None:
+            self._first_tracked = step
+            if self.keeps_initial and not self.initial and not self._goes_on:
+                self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
 
     def begin_segment(self, step: int) -> None:
         """The first step that is tracked or logged: a resumed run drops its rows from there."""
@@ -182,13 +193,12 @@ class Session:
                 limits |= {q.name: self.start.stamp.step for q in self.start.displaced}
             limits["log"] = min([step, *self.userlog.entries])
             self.recorder.begin(step, limits)
-        if self.keeps_initial and not self.initial and not self._goes_on:
-            self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
 
     @property
     def _goes_on(self) -> bool:
         """Whether the store holds rows from before this part of the run."""
-        return None not in (self.holds_from, self._first_step) and self.holds_from < self._first_step
+        first = self._first_tracked
+        return self.holds_from is not None and first is not None and self.holds_from < first
 
     @property
     def may_load(self) -> bool:
@@ -306,6 +316,7 @@ class Session:
         """
         if self._closed:
             raise RuntimeError(f"log(step={step}): the cockpit is closed. Construct another one with a new store.")
+        self.userlog.check(step, reduce, scalars)
         self.begin_segment(step)
         self.userlog.add(step, epoch, reduce, scalars, time.time())
         self.hand_on_logs()
@@ -353,7 +364,7 @@ class Session:
             return None, None
         if start is not None:
             return start.project(tracked, scale, self.setup.block_elements), start.stamp
-        if self._goes_on and step == self._first_step:
+        if self._goes_on and step == self._first_tracked:
             return interrupted_update(tracked), Stamp(step - 1, None, time.time(), 0)
         return None, None
 
@@ -434,6 +445,8 @@ class Session:
             RuntimeError: If ranks logged different names, and none has run out of data in between.
         """
         world, device, mine = self.setup.world, self.setup.device, self.userlog.riding_names
+        if any(record["joined"] and record["kind"] != TRACK for record in records):
+            raise RuntimeError("close() was called inside `with Join(...)`, while ranks had run out of data.")
         if len({record["riding"] for record in records}) == 1:
             return self.userlog.take_riding(dict.fromkeys(mine, world.size), device)
         told = world.share((mine, self.joins))
@@ -461,13 +474,13 @@ class Session:
         Raises:
             RuntimeError: If faults of the store shall raise and there is one.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         _open.pop(id(self), None)
         try:
             if orderly and self.start is not None:
-                self._record_displacement(self.start, closing=True)
+                self._record_last_displacement(self.start)
             self.start = None
             if orderly and (self.userlog.is_riding or self.joins):
                 self._send_last_logs()
@@ -486,6 +499,12 @@ class Session:
             self.setup.world.close()
             self._raise_fault()
 
+    def _record_last_displacement(self, start: Start) -> None:
+        try:
+            self._record_displacement(start, closing=True)
+        except Exception as error:  # rank 0 alone does this, and the others are about to meet it
+            logger.warning("distcockpit: the last update could not be recorded (%s).", error)
+
     def _send_last_logs(self) -> None:
         world, device = self.setup.world, self.setup.device
         records = world.header(record_of(CLOSE, self.last_step, riding=self.userlog.riding_digest))
@@ -500,4 +519,7 @@ _open: dict[int, Session] = {}
 
 def _close_all() -> None:
     for session in list(_open.values()):
-        session.close(orderly=False)
+        try:
+            session.close(orderly=False)
+        except Exception as error:  # the others must be closed as well
+            logger.warning("distcockpit: %s", error)

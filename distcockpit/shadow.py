@@ -88,9 +88,11 @@ def _answer(session: Session) -> bool:
     training = [record for record in records if not record["joined"]]
     if not training or training[0]["kind"] == LEAVE:
         return False
+    if training[0]["kind"] != TRACK:  # the others are told that this rank cannot take part
+        return True
     step = int(training[0]["step"])
     told = share_present(session, records, None, None)
-    session.begin_segment(step)
+    session.begin_tracking(step)
     session.last_step = step
     start = session.finish_update(step, told.present.every)
     active = session.actives.touched(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -45,6 +46,7 @@ class Terminated:
         if not self._has_wakeup:  # an event loop has it
             signal.set_wakeup_fd(other)
         self.is_installed = True
+        os.register_at_fork(after_in_child=self._leave_parent_alone)
         threading.Thread(target=self._listen, name="distcockpit-sigterm", daemon=True).start()
 
     def remove(self) -> None:
@@ -60,6 +62,12 @@ class Terminated:
             signal.set_wakeup_fd(other)
         os.close(self._wakeup)  # ends the thread
 
+    def _leave_parent_alone(self) -> None:
+        """A forked process must not write to the pipe when it gets a signal."""
+        if self.is_installed and self._has_wakeup:
+            with contextlib.suppress(ValueError):  # forked from another thread
+                signal.set_wakeup_fd(-1)
+
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             if signal.SIGTERM in data:
@@ -70,13 +78,12 @@ class Terminated:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """On the main thread; takes no lock, because that thread may hold it."""
-        if os.getpid() == self._pid:
-            if not self._has_wakeup:
-                os.write(self._wakeup, bytes([signal.SIGTERM]))
+        if self.is_installed and os.getpid() == self._pid:
+            self._done = False
+            os.write(self._wakeup, bytes([signal.SIGTERM]))
             ends = time.monotonic() + SECONDS
             while not self._done and time.monotonic() < ends:
                 time.sleep(0.01)
-            self._done = False
         if callable(self._previous):
             self._previous(number, frame)
         elif self._previous == signal.SIG_DFL:

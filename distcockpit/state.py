@@ -41,7 +41,12 @@ def save(session: Session) -> State:
         )
     world, quantities = session.setup.world, session.setup.quantities
     riding = session.userlog.riding_values()
-    world.header(record_of(STATE, session.last_step))
+    records = world.header(record_of(STATE, session.last_step))
+    if absent := [rank for rank, record in enumerate(records) if record["joined"]]:
+        raise RuntimeError(
+            f"state_dict(): ranks {absent} have run out of data, and wait in Join. Call it after `with Join(...)`, or "
+            "while all ranks have data."
+        )
     memory = {q.name: _kept(session.memory_of(q)) for q in quantities}
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
     start = None if session.start is None else _start(session, session.start)
@@ -73,26 +78,18 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
         RuntimeError: If a step was tracked already, or the ranks load different states.
         ValueError: If this is not the state of such a cockpit.
     """
-    if not session.may_load:
-        raise RuntimeError(
-            f"load_state_dict(): step {session.last_step} was tracked or logged already. Call it before the first step."
-        )
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"load_state_dict(): the state has version {state.get('version')!r}, this distcockpit reads {VERSION}. "
-            "Give it what state_dict() returned; without it a run is resumed with a seam."
-        )
+    try:
+        _check(session, state)
+        problem = None
+    except (RuntimeError, ValueError) as error:
+        problem = error
     world, device = session.setup.world, session.setup.device
-    every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
-    for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
-        for name, value in kept.items():
-            if every.get(name) != tuple(value.shape):
-                raise ValueError(
-                    f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, the model "
-                    f"has {every.get(name, 'none')}. Load the state of a run with this model."
-                )
-    steps = world.share((state["step"], state["start"] is not None))
+    steps = world.share((None, None) if problem else (state["step"], state["start"] is not None))
+    if problem is not None:
+        raise problem
     for rank, told in enumerate(steps):
+        if told[0] is None:
+            raise RuntimeError(f"load_state_dict(): rank {rank} could not load its state; its own error says why.")
         if told != steps[0]:
             raise RuntimeError(
                 f"load_state_dict(): rank {rank} loads the state after step {told[0]}, rank 0 that after step "
@@ -114,6 +111,32 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
         session.start = _started(session, state["start"], same_ranks)
     if session.recorder is not None:
         session.userlog.restore([LogEntry(**entry) for entry in copy.deepcopy(state["log"])])
+
+
+def _check(session: Session, state: Mapping[str, Any]) -> None:
+    """Whether this rank can load it.
+
+    Raises:
+        RuntimeError: If a step was tracked already.
+        ValueError: If this is not the state of such a cockpit.
+    """
+    if not session.may_load:
+        raise RuntimeError(
+            f"load_state_dict(): step {session.last_step} was tracked or logged already. Call it before the first step."
+        )
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"load_state_dict(): the state has version {state.get('version')!r}, this distcockpit reads {VERSION}. "
+            "Give it what state_dict() returned; without it a run is resumed with a seam."
+        )
+    every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
+    for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
+        for name, value in kept.items():
+            if every.get(name) != tuple(value.shape):
+                raise ValueError(
+                    f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, the model "
+                    f"has {every.get(name, 'none')}. Load the state of a run with this model."
+                )
 
 
 def _start(session: Session, start: Start) -> State:

@@ -184,7 +184,9 @@ class RunStore:
                     f"{different} it has {name} = {there.get(name, 'nothing')}, this one {here.get(name, 'nothing')}. "
                     "Construct DistCockpit as it was, or choose another path."
                 )
-        metadata = json.loads(self._keys.get_one(ROOT) or b"")["consolidated_metadata"]["metadata"]
+        data = self._keys.get_one(ROOT) or b""
+        self._written[ROOT] = data
+        metadata = json.loads(data)["consolidated_metadata"]["metadata"]
         for path in metadata:
             group, _, name = path.partition("/")
             if group == "log" and name and name not in self._columns["log"]:
@@ -407,7 +409,7 @@ class RunStore:
             return
         if data is None:
             raise FileNotFoundError(f"{self.name} was removed while it was being written")
-        if self._written and self._root().get("writer") != self._lock.writer.token:
+        if self._root().get("writer") != self._lock.writer.token:
             raise FileExistsError(f"another process writes {self.name} now")
 
     def _documents(self) -> _Documents:

@@ -46,10 +46,8 @@ class UserLog:
         self._last_step = -1
         self._written_step = -1
 
-    def add(
-        self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
-    ) -> None:
-        """Take the scalars of one call, see ``DistCockpit.log``.
+    def check(self, step: int, reduce: str | None, scalars: Mapping[str, Any]) -> None:
+        """Whether `add` may be called with these.
 
         Raises:
             ValueError: If the step falls or is written already, or a name or ``reduce`` is not allowed.
@@ -62,6 +60,11 @@ class UserLog:
             raise ValueError(f"log(reduce={reduce!r}): must be one of {list(REDUCTIONS)}.")
         for name, value in scalars.items():
             _check(name, value)
+
+    def add(
+        self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
+    ) -> None:
+        """Take the scalars of one call, see ``DistCockpit.log``; they were checked."""
         self._last_step = step
         entry = self.entries.setdefault(step, LogEntry(step, epoch, wall_time))
         entry.epoch = epoch if epoch is not None else entry.epoch

@@ -75,6 +75,8 @@ class Writer:
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
         self._hurry = threading.Event()
+        self._commit_now = threading.Event()  # also while sums are awaited
+        self._last_commit = time.monotonic()
         self._dropped = 0  # by the training thread, since the thread last looked
         self._dropped_before = store.dropped_rows  # in earlier segments
         self._is_dropping = False
@@ -119,6 +121,7 @@ class Writer:
             return False
 
         deadline = time.monotonic() + self._pace.store_seconds
+        self._commit_now.set()
         try:
             self._jobs.put(Job(job), timeout=self._pace.store_seconds)
         except queue.Full:
@@ -166,9 +169,9 @@ class Writer:
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last_commit, waiting, failed = time.monotonic(), False, False
+        waiting, failed = False, False
         while True:
-            due = last_commit + self._pace.flush_seconds - time.monotonic() if waiting else float("inf")
+            due = self._last_commit + self._pace.flush_seconds - time.monotonic() if waiting else float("inf")
             was_idle = self._jobs.empty()
             job: Job | None = None
             try:
@@ -179,15 +182,15 @@ class Writer:
                     self._hurry.wait(PAUSE_SECONDS)
                     self._hurry.clear()
             except queue.Empty:
-                pass
+                if self._closed:  # the queue was full when it should have been told
+                    break
             self._renew()
             commit_due = job is not None and self._do(job)
             waiting = waiting or job is not None
-            late = time.monotonic() - last_commit >= self._pace.flush_seconds
             many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
-            if waiting and (late or (many and not failed)):  # a store that failed is given time
+            if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time
                 waiting = failed = not self._commit()
-                last_commit = time.monotonic()
+                self._last_commit = time.monotonic()
         if not self._commit(self._last_state):
             time.sleep(AGAIN_SECONDS)
             self._commit(self._last_state)
@@ -197,12 +200,16 @@ class Writer:
             logger.debug("distcockpit: the lock could not be removed.", exc_info=True)
 
     def _do(self, job: Job) -> bool:
-        while not job.is_ready():
-            if self._gives_up:
-                self._dropped += job.rows
-                self.report(TimeoutError("other ranks did not send their sums"), f"{job.rows} rows are lost")
-                return False
-            time.sleep(POLL_SECONDS)
+        try:
+            is_ready = self._wait_for_ranks(job)
+        except Exception as error:  # of the accelerator, for example
+            self._dropped += job.rows
+            self.report(error, f"{job.rows} rows are lost")
+            return False
+        if not is_ready:
+            self._dropped += job.rows
+            self.report(TimeoutError("other ranks did not send their sums"), f"{job.rows} rows are lost")
+            return False
         while True:
             try:
                 return job.run(self._store)
@@ -212,7 +219,29 @@ class Writer:
                 if not job.insist or self._gives_up:
                     self._dropped += job.rows
                     return False
+                self._renew()
                 self._hurry.wait(AGAIN_SECONDS)
+
+    def _wait_for_ranks(self, job: Job) -> bool:
+        """Wait for sums, and commit in the meantime what is there."""
+        while not job.is_ready():
+            if self._gives_up:
+                return False
+            self._renew()
+            if self._store.unwritten_rows and (self._commit_now.is_set() or self._is_late):
+                self._commit_now.clear()
+                self._commit()
+                self._last_commit = time.monotonic()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._last_commit >= self._pace.flush_seconds
+
+    def lose(self, rows: int) -> None:
+        """Count rows that are lost."""
+        self._dropped += rows
 
     @property
     def _gives_up(self) -> bool:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -72,17 +73,19 @@ def test_style(command: list[str]) -> None:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    found = re.findall(rf"( *)```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
 
 
 def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = blocks("python")
-    assert len(python) == 3
+    assert len(python) == 4
     scope: dict[str, object] = {"__name__": "readme"}
     for block in python:
         exec(compile(block, "README.md", "exec"), scope)
     assert (tmp_path / "runs/quick.zarr").is_dir()
+    assert open_run("runs/long.zarr").attrs["state"] == "closed" and (tmp_path / "checkpoint.pt").exists()
     assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "hardest_sample"]
     net, loss_fn, x = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.randn(8, 4)
     chosen = [scope["HardestSample"]()]
