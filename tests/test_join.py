@@ -171,6 +171,30 @@ def micro_batches(rank: int, size: int, group: Any, store: str) -> int:
     return step
 
 
+def saves_inside(rank: int, size: int, group: Any, store: str) -> str:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model = DistributedDataParallel(net, process_group=group)
+    said = ""
+    with DistCockpit(model, loss_fn, store=store, quantities=[q.Loss()], schedule=every(1)) as cockpit:
+        with Join([model, cockpit]):
+            for step in range(2 + rank):
+                x, y = cases.data("mlp", "mean", step)
+                with cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()
+                try:
+                    cockpit.state_dict()
+                except RuntimeError as error:
+                    said = str(error)
+        assert cockpit.state_dict()["step"] == 2
+    return said
+
+
+def test_a_state_needs_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, saves_inside, str(tmp_path / "run"))
+    assert first == "" and "ranks [0] have run out of data" in second and "after `with Join(...)`" in second
+    assert list(open_run(tmp_path / "run")["loss"]["step"].values) == [0, 1, 2]
+
+
 def test_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, micro_batches, str(tmp_path / "run"))
     run = open_run(tmp_path / "run").load()

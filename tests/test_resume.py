@@ -279,6 +279,18 @@ def test_resuming_from_the_first_step_leaves_no_seam(tmp_path: Path) -> None:
     assert list(run["alpha"]["step"].values) == [0] and list(run["log"]["step"].values) == []
 
 
+def test_a_call_that_raises_cuts_nothing(tmp_path: Path) -> None:
+    run_all(None, tmp_path, [24], "dies", panel="few")
+    before = json.loads((tmp_path / "run/zarr.json").read_text())
+    net = cases.initialised("mlp")
+    cockpit = resume(tmp_path / "run", net, optimizer=make_optimizer("adamw", net))
+    for call in ({"lr": "a"}, {"reduce": "max", "lr": 1.0}, {"step/x": 1.0}):
+        with pytest.raises((TypeError, ValueError)):
+            cockpit.log(0, **call)
+    cockpit.close()
+    assert json.loads((tmp_path / "run/zarr.json").read_text()) == before
+
+
 def test_resuming_without_a_step_leaves_it_as_it_was(tmp_path: Path) -> None:
     run_all(None, tmp_path, [24], "dies", panel="few")
     before = json.loads((tmp_path / "run/zarr.json").read_text())
