@@ -124,3 +124,18 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert "examples/digits.py" in try_it and "examples/read_run.py" in try_it
     paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
     assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_every_test_that_the_page_on_reliability_names_is_there() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    there = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = re.findall(r"`(?:tests/)?(?:(test_\w+\.py))?(?:::)?(test_\w+|\.\.\._\w+)?`", page)
+    assert len([name for _, name in named if name]) > 25
+    for file, name in named:
+        assert not file or file in there, file
+        if name:
+            text = there[file] if file else "".join(there.values())
+            assert re.search(rf"def {name}\(|def \w*{name.removeprefix('...')}\(", text), name
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 5][2:]
+    faults = [row for row in rows if not row.startswith("| **")]
+    assert len(faults) > 20 and all("`" in row.split("|")[4] for row in faults)
