@@ -146,7 +146,6 @@ class Column:
             chunks: What the store has under the keys of `last_chunk`.
         """
         self.rows = rows
-        self._tail.fill(self.fill)
         kept = rows % self.chunk_rows
         for at in self._places:
             data = chunks.get(self._key(rows // self.chunk_rows, at))

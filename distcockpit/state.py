@@ -59,7 +59,6 @@ def save(session: Session) -> State:
         "world_size": world.size,
         "step": session.last_step,
         "elapsed": session.clock.elapsed,
-        "sizes": copy.deepcopy(session.sizes),
         "memory": {name: kept for name, kept in memory.items() if name not in local},
         "local_memory": {
             name: {rank: part["memory"][name] for rank, part in enumerate(by_rank) if part is not None}
@@ -97,7 +96,6 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
             )
     session.last_step = state["step"]
     session.clock.go_on_from(state["elapsed"])
-    session.sizes.update(copy.deepcopy(state["sizes"]))
     same_ranks = state["world_size"] == world.size
     for q in session.setup.quantities:
         if q.remembers_samples:

@@ -94,7 +94,7 @@ def test_read_run_says_what_is_wrong(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "examples/read_run.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and done.stderr.strip().endswith("is no run of distcockpit.")
+    assert done.returncode == 1 and done.stderr.strip().endswith("nothing is there.")
     assert "Traceback" not in done.stderr
 
 
