@@ -29,7 +29,8 @@ class Terminated:
     """
 
     def __init__(self, write: Callable[[], object]) -> None:
-        self._write, self._pid = write, os.getpid()
+        self._write: Callable[[], object] = write
+        self._pid = os.getpid()
         self._wakeup = -1
         self.is_installed = False
         self._done = False
@@ -56,6 +57,7 @@ class Terminated:
         if threading.current_thread() is not threading.main_thread():
             return
         self.is_installed = False
+        self._write = _nothing  # what is called at a fork stays for ever; the store must not
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._previous)
         if self._has_wakeup and (other := signal.set_wakeup_fd(-1)) not in (-1, self._wakeup):
@@ -89,3 +91,7 @@ class Terminated:
         elif self._previous == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _nothing() -> None:
+    pass

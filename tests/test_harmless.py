@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,18 @@ def test_nothing_holds_all_individual_gradients(tmp_path: Path, kind: str) -> No
             with Sizes() as sizes, cockpit.track(step):
                 loss_fn(net(x), y).backward()
             assert 0 < sizes.largest < len(x) * net[0].weight.numel()
+
+
+def test_a_closed_cockpit_is_forgotten(tmp_path: Path) -> None:
+    """Its store, its thread and its model: nothing that was registered with Python holds them."""
+    net, loss_fn = network(), nn.CrossEntropyLoss()
+    x, y = cases.data("cnn", "mean", 0)
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1))
+    with cockpit.track(0):
+        loss_fn(net(x), y).backward()
+    assert cockpit._session is not None and cockpit._session.recorder is not None
+    held = [weakref.ref(cockpit._session), weakref.ref(cockpit._session.recorder._writer._store), weakref.ref(net)]
+    cockpit.close()
+    del cockpit, net
+    gc.collect()
+    assert [ref() for ref in held] == [None, None, None]
