@@ -89,8 +89,9 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, words: list[str])
     with job(tmp_path, 2, steps=9, ddp=False, cockpit=SHORT, faults={"1": [fault, 3]}) as (first, second):
         assert first.ends() == 3
         assert all(word in first.error() for word in words), first.error()
-        second.process.kill() if fault == "stall" else second.ends()
-        assert second.process.returncode in (None, 0, 3) or fault == "stall", second.text
+        if fault == "skip":
+            second.ends()
+            assert words[0] in second.error()
     assert rows(tmp_path) == [0, 1, 2]
 
 
