@@ -83,7 +83,8 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
     except (RuntimeError, ValueError) as error:
         problem = error
     world, device = session.setup.world, session.setup.device
-    steps = world.share((None, None) if problem else (state["step"], state["start"] is not None))
+    # An update that no quantity sees from both ends is known to rank 0 alone.
+    steps = world.share((None, None) if problem else (state["step"], (state["start"] or {}).get("norm") is not None))
     if problem is not None:
         raise problem
     for rank, told in enumerate(steps):

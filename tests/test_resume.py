@@ -329,6 +329,30 @@ def mismatched(rank: int, size: int, group: Any, store: str) -> list[str]:
     return said
 
 
+def own_states(rank: int, size: int, group: Any, store: str) -> None:
+    """Each rank saves and loads its own state; the length of an update is known to rank 0 alone."""
+    net, loss_fn = cases.initialised("mlp"), CE()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"quantities": [q.UpdateSize()], "schedule": every(1), "process_group": group, "mode": "a"}
+    state: dict[str, Any] = {}
+    for first in (0, 2):
+        with DistCockpit(net, loss_fn, optimizer, store=store, **options) as cockpit:
+            cockpit.load_state_dict(state)
+            for step in range(first, first + 2):
+                x, y = cases.data("mlp", "mean", step)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    loss_fn(net(x), y).backward()
+                optimizer.step()
+            state = cockpit.state_dict()
+
+
+def test_each_rank_may_load_its_own_state(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, own_states, str(tmp_path / "run"))
+    sizes = open_run(tmp_path / "run")["update_size"]["total"].load()
+    assert list(sizes["step"].values) == [0, 1, 2, 3] and (sizes > 0).all()
+
+
 def test_ranks_that_do_different_things(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(2, mismatched, str(tmp_path / "run")):
         assert "rank 0 calls state_dict() after step 2, rank 1 tracks step 3" in said[0]
