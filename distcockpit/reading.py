@@ -68,10 +68,15 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
 
     Raises:
         FileNotFoundError: If there is nothing.
+        OSError: If the store cannot be reached.
         UnsafeStoreError: If it is no run of distcockpit, of a newer format, or not in order.
     """
     keys = keys_of(store, storage_options)
-    if keys.is_empty():
+    try:
+        nothing = keys.is_empty()
+    except Exception as error:  # each kind of store has its own
+        raise OSError(f"store={keys.name!r} could not be read: {type(error).__name__}: {error}") from error
+    if nothing:
         raise FileNotFoundError(f"store={keys.name!r}: nothing is there.")
     problem = f"store={keys.name!r}: is no run of distcockpit"
     size = keys.size("zarr.json")

@@ -31,6 +31,7 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
 
     Raises:
         FileNotFoundError: If there is nothing.
+        OSError: If the store cannot be reached.
         ValueError: If it is no run of distcockpit, of a newer format, or damaged.
     """
     run = open_store(store, storage_options)

@@ -207,6 +207,9 @@ def test_wrong_stores(tmp_path: Path) -> None:
         train(Place(ZipStore(tmp_path / "zip", mode="w")), range(1))
     with pytest.raises(FileNotFoundError, match="nothing is there"):
         open_run(MemoryStore())
+    nowhere = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+    with pytest.raises(OSError, match="store='s3://bucket/run' could not be read: EndpointConnectionError"):
+        open_run("s3://bucket/run", {**nowhere, "config_kwargs": {"retries": {"max_attempts": 1}}})
 
 
 # -- stores that need not be trusted -----------------------------------------------------------------------------------
