@@ -66,6 +66,10 @@ class Keys(ABC):
         """Number of bytes of a key, or ``None``."""
 
     @abstractmethod
+    def total(self) -> int:
+        """Number of bytes of all keys."""
+
+    @abstractmethod
     def count(self, folder: str, enough: int) -> int:
         """Number of keys directly below a folder; counting may end at ``enough``."""
 
@@ -172,6 +176,10 @@ class FolderKeys(Keys):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def total(self) -> int:
+        """Files may go away while they are counted."""
+        return sum(self.size(key) or 0 for key in self.list())
+
     def count(self, folder: str, enough: int) -> int:
         """Files; those that were being written do not count."""
         try:
@@ -274,6 +282,10 @@ class StoreKeys(Keys):
                 return None
 
         return self._run(asked())
+
+    def total(self) -> int:
+        """Asks the store."""
+        return self._run(self._store.getsize_prefix(""))
 
     def count(self, folder: str, enough: int) -> int:
         """Keys, until there are enough."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import WrapperStore
 
 from distcockpit.keys import Keys, keys_of
+from distcockpit.names import plain
 from distcockpit.schema import FORMAT, FORMAT_VERSION, NAME
 
 TYPES = ("bool", "string", *(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)), "float32", "float64")
@@ -72,30 +73,7 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
         UnsafeStoreError: If it is no run of distcockpit, of a newer format, or not in order.
     """
     keys = keys_of(store, storage_options)
-    try:
-        nothing = keys.is_empty()
-    except Exception as error:  # each kind of store has its own
-        raise OSError(f"store={keys.name!r} could not be read: {type(error).__name__}: {error}") from error
-    if nothing:
-        raise FileNotFoundError(f"store={keys.name!r}: nothing is there.")
-    problem = f"store={keys.name!r}: is no run of distcockpit"
-    size = keys.size("zarr.json")
-    if size is None or size > MAX_DOCUMENT_BYTES:
-        raise UnsafeStoreError(f"{problem}.")
-    try:
-        data = keys.get_one("zarr.json") or b""
-        root = json.loads(data)
-        attributes = root["attributes"]
-        found, version = attributes["format"], attributes["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UnsafeStoreError(f"{problem}.") from None
-    if found != FORMAT or not isinstance(version, int):
-        raise UnsafeStoreError(f"{problem}.")
-    if version > FORMAT_VERSION:
-        raise UnsafeStoreError(
-            f"store={keys.name!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
-            "Install a newer distcockpit."
-        )
+    problem, (data, root) = f"store={keys.name!r}: is no run of distcockpit", _root(keys)
     try:
         arrays = dict(_checked(root["consolidated_metadata"]["metadata"]))
         for path, document in arrays.items():
@@ -109,23 +87,74 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
         raise UnsafeStoreError(f"{problem} that is in order: its metadata is damaged ({error!r}).") from None
     metadata = root["consolidated_metadata"]["metadata"]
     documents = {f"{path}/zarr.json": json.dumps(document).encode() for path, document in metadata.items()}
-    return Run(keys, attributes, arrays, {"zarr.json": data, **documents})
+    return Run(keys, root["attributes"], arrays, {"zarr.json": data, **documents})
 
 
-def problems(run: Run) -> list[str]:
+def commit(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> str:
+    """What tells this commit of a run from every other one; one document is read.
+
+    Args:
+        store: As for `open_store`.
+        storage_options: As for `open_store`.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        OSError: If the store cannot be reached.
+        UnsafeStoreError: If it is no run of distcockpit, or of a newer format.
+    """
+    _, root = _root(keys_of(store, storage_options))
+    return "-".join(plain(root["attributes"].get(name, "")) for name in ("writer", "generation", "commit", "state"))
+
+
+def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
+    """The root's document.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        OSError: If the store cannot be reached.
+        UnsafeStoreError: If it is no run of distcockpit, or of a newer format.
+    """
+    try:
+        nothing = keys.is_empty()
+    except Exception as error:  # each kind of store has its own
+        raise OSError(f"store={keys.name!r} could not be read: {type(error).__name__}: {error}") from error
+    if nothing:
+        raise FileNotFoundError(f"store={keys.name!r}: nothing is there.")
+    problem = f"store={keys.name!r}: is no run of distcockpit"
+    size = keys.size("zarr.json")
+    if size is None or size > MAX_DOCUMENT_BYTES:
+        raise UnsafeStoreError(f"{problem}.")
+    try:
+        data = keys.get_one("zarr.json") or b""
+        root = json.loads(data)
+        found, version = root["attributes"]["format"], root["attributes"]["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UnsafeStoreError(f"{problem}.") from None
+    if found != FORMAT or not isinstance(version, int):
+        raise UnsafeStoreError(f"{problem}.")
+    if version > FORMAT_VERSION:
+        raise UnsafeStoreError(
+            f"store={keys.name!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
+            "Install a newer distcockpit."
+        )
+    return data, root
+
+
+def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
     """What is damaged: chunks that are missing, which would read as fill values, or cannot be decoded. Reads all."""
     told = []
-    for path, document in run.arrays.items():
-        for key in run.chunks(path):
-            data = run.keys.get_one(key)
-            if data is None:
-                told.append(f"{key} is missing")
-                continue
+    chunks = [(key, document) for path, document in run.arrays.items() for key in run.chunks(path)]
+    for done, (key, document) in enumerate(chunks, start=1):
+        data = run.keys.get_one(key)
+        if data is None:
+            told.append(f"{key} is missing")
+        else:
             try:
                 _check_chunk(data, *_chunk_bytes(document))
                 Blosc().decode(data)
             except (ValueError, RuntimeError) as error:
                 told.append(f"{key} is damaged: {error}")
+        progress(done, len(chunks))
     return told
 
 

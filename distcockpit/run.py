@@ -1,12 +1,15 @@
-"""Reading a run: a tree of xarray datasets, and statistics over epochs. Needs no torch."""
+"""Reading a run: a tree of xarray datasets, and statistics of it. Needs no torch."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from zarr.abc.store import Store
 
@@ -26,8 +29,9 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
 
     Returns:
         One node per quantity, ``run["alpha"]["alpha"]``, with the dimension ``step`` and the coordinates ``epoch``,
-        ``wall_time`` and ``batch_size`` on it; data are read when they are used. ``run.attrs`` tells of the run. It
-        holds what was committed when it was opened; open it again to see more.
+        ``wall_time`` and ``batch_size`` on it, and names along ``parameter`` and ``layer``; data are read when they
+        are used, in chunks of Dask where it is installed (extra ``dask``). ``run.attrs`` tells of the run. It holds
+        what was committed when it was opened; open it again to see more.
 
     Raises:
         FileNotFoundError: If there is nothing.
@@ -36,15 +40,21 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     """
     run = open_store(store, storage_options)
     opened: Any = run.store()  # xarray takes stores of zarr, though its types do not say so
-    return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True)
+    chunks: dict[str, int] | None = {} if find_spec("dask") else None
+    return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
 
 
-def verify(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+def verify(
+    store: str | os.PathLike[str] | Store,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[str]:
     """Read every chunk of a run; what is missing would read as NaN or zero without a word.
 
     Args:
         store: As for `open_run`.
         storage_options: As for `open_run`.
+        progress: Is told after each chunk how many were read, of how many.
 
     Returns:
         What is wrong, a sentence each; nothing if all is well.
@@ -53,7 +63,7 @@ def verify(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, 
         FileNotFoundError: If there is nothing.
         ValueError: If it is no run of distcockpit, or of a newer format.
     """
-    return problems(open_store(store, storage_options))
+    return problems(open_store(store, storage_options), progress)
 
 
 def _quantile(q: float) -> Callable[[xr.DataArray], xr.DataArray]:
@@ -120,13 +130,97 @@ def range_aggregation(data: xr.DataArray, method: str = "std") -> tuple[xr.DataA
     return _per_epoch(data, low), _per_epoch(data, high)
 
 
-def _named(table: dict[str, T], argument: str, method: str) -> T:
-    if method not in table:
-        raise ValueError(f"{argument}(method={method!r}): must be one of {list(table)}.")
-    return table[method]
+def _named(table: dict[str, T], function: str, value: str, argument: str = "method") -> T:
+    if value not in table:
+        raise ValueError(f"{function}({argument}={value!r}): must be one of {list(table)}.")
+    return table[value]
 
 
 def _per_epoch(data: xr.DataArray, reduce: Callable[[xr.DataArray], xr.DataArray]) -> xr.DataArray:
     if not np.isfinite(data["epoch"]).any():
         raise ValueError(f"{data.name}: no epoch was stored. Pass it while training: track(step, epoch=epoch).")
     return data.groupby("epoch").map(reduce)
+
+
+def exponential_smoothing(data: xr.DataArray, weight: float = 0.9) -> xr.DataArray:
+    r"""Exponentially weighted mean over the rows up to each one, without the bias towards the first.
+
+    $$m_t = \frac{\sum_{s \le t} w^{t-s} x_s}{\sum_{s \le t} w^{t-s}}$$
+
+    Rows that are NaN or infinite do not count (the mean of those before stands there); the others count alike, however
+    many steps lie between them.
+
+    Args:
+        data: An array of a run with the dimension ``step``.
+        weight: w, what a row weighs against the one after it; 0 is no smoothing. A mean over about 1 / (1 - w) rows.
+
+    Returns:
+        The same dimensions, coordinates and attributes; NaN before the first value.
+
+    Raises:
+        ValueError: If the weight is not in [0, 1).
+    """
+    if not 0 <= weight < 1:
+        raise ValueError(f"exponential_smoothing(weight={weight!r}): must be at least 0, and less than 1.")
+    rows = data.transpose("step", ...)
+    flat = pd.DataFrame(rows.where(np.isfinite(rows)).values.reshape(rows.sizes["step"], -1))
+    smooth = flat.ewm(alpha=1 - weight, adjust=True, ignore_na=True).mean()
+    return rows.copy(data=smooth.to_numpy().reshape(rows.shape)).transpose(*data.dims)
+
+
+def noise_scale(
+    parts: xr.DataTree | xr.Dataset, weight: float = 0.9, source: Literal["samples", "layers", "ranks"] = "samples"
+) -> xr.DataArray:
+    r"""The simple gradient noise scale, $\operatorname{tr}\Sigma / |\mathcal G|^2$, from parts that are smoothed first.
+
+    The ratio of the two parts of a single step is noise itself; McCandlish et al. 2018, arXiv:1812.06162, appendix A.1,
+    average each part over steps and divide then.
+
+    Args:
+        parts: The rows of `GradientNoiseScale`, ``run["gradient_noise_scale"]``.
+        weight: As for `exponential_smoothing`.
+        source: "samples", "layers" (one value per layer) or "ranks".
+
+    Returns:
+        In samples, by ``step`` (and ``layer``). NaN where the squared gradient is not above 0: too few rows for its
+        noise.
+
+    Raises:
+        ValueError: If the source is unknown, or these are not the rows of that quantity.
+    """
+    data = parts.to_dataset() if isinstance(parts, xr.DataTree) else parts
+    prefix = _named({"samples": "", "layers": "layer_", "ranks": "rank_"}, "noise_scale", source, "source")
+    if prefix + "noise" not in data:
+        raise ValueError(
+            f"noise_scale(parts=...): holds {list(data)}; pass the rows of GradientNoiseScale, "
+            'run["gradient_noise_scale"].'
+        )
+    noise, signal = (exponential_smoothing(data[prefix + part], weight) for part in ("noise", "signal"))
+    ratio = (noise / signal.where(signal > 0)).rename("noise_scale")
+    return ratio.assign_attrs(long_name="gradient noise scale", units="samples")
+
+
+def to_dataframe(run: xr.DataTree) -> pd.DataFrame:
+    """A table of one quantity, ``to_dataframe(run["alpha"])``, or of a whole run; one row per step.
+
+    Args:
+        run: A node of a run, or the run.
+
+    Returns:
+        The index is ``step``; the first columns are ``epoch``, ``wall_time`` and ``batch_size``. A number per step is a
+        column, ``alpha``; an array has a column per element, ``trace[0.weight]``, ``counts[3, 17]``. For a whole run
+        the rows of all quantities are joined by step, with columns ``alpha/alpha``; what a quantity has no row for is
+        NaN.
+    """
+    if run.children:
+        nodes = {name: to_dataframe(node) for name, node in run.children.items()}
+        return pd.concat([frame.add_prefix(f"{name}/") for name, frame in nodes.items()], axis=1).sort_index()
+    data = run.to_dataset().load()
+    columns = {name: data[name].values for name in ("epoch", "wall_time", "batch_size") if name in data.coords}
+    for name, array in data.data_vars.items():
+        inner = array.transpose("step", ...)
+        labels = [inner[dim].values if dim in inner.coords else range(n) for dim, n in inner.sizes.items()][1:]
+        flat = inner.values.reshape(inner.sizes["step"], -1)
+        for k, where in enumerate(itertools.product(*labels)):
+            columns[f"{name}[{', '.join(map(str, where))}]" if where else str(name)] = flat[:, k]
+    return pd.DataFrame(columns, index=pd.Index(data["step"].values, name="step"))

@@ -186,7 +186,7 @@ def test_the_threads_of_torch_take_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     parts = numbers_and_threads(10)
     assert [number for numbers, _ in parts for number in numbers] == list(range(10)) and len(parts) == 3
-    assert len({thread for _, thread in parts}) > 1 and threading.get_ident() in {thread for _, thread in parts}
+    assert len({thread for _, thread in parts}) > 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert len(numbers_and_threads(10)) == 1
 

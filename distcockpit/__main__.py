@@ -1,0 +1,5 @@
+"""``python -m distcockpit``."""
+
+from distcockpit.cli import main
+
+main()

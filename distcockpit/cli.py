@@ -1,0 +1,336 @@
+"""The command line: ``distcockpit info RUN``, ``plot``, ``report``, ``watch``, ``compare``, ``export``, ``verify``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import xarray as xr
+from click.shell_completion import get_completion_class
+from rich.console import Console
+from rich.filesize import decimal
+from rich.live import Live as LiveView
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distcockpit import __version__, terminal
+from distcockpit.findings import check
+from distcockpit.keys import keys_of
+from distcockpit.names import plain
+from distcockpit.reading import commit
+from distcockpit.run import open_run
+from distcockpit.run import verify as verify_run
+from distcockpit.summary import facts, summary
+
+
+class _Options(click.ParamType):
+    """Options of fsspec as JSON."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The options as a dictionary."""
+        try:
+            options = json.loads(value)
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            self.fail(f"{value!r} is no JSON object, such as '{{\"anon\": true}}'.", param, ctx)
+        return options
+
+
+def _takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    run = click.argument("run", type=click.Path(path_type=str))
+    return run(_storage(command))
+
+
+_storage = click.option(
+    "--storage-options", type=_Options(), help="Options of fsspec for a URL, as JSON: credentials, endpoint."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", message="%(version)s")
+def cli() -> None:
+    """Look at runs that distcockpit recorded. RUN is a folder or a URL; it may still be written to.
+
+    Nothing here needs torch, and nothing is written into a run.
+    """
+
+
+@cli.command()
+@_takes_run
+@click.option("--json", "as_json", is_flag=True, help="For a script.")
+def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
+    """Print what a run holds, and what looks wrong."""
+    tree = open_run(run, storage_options)
+    size = keys_of(run, storage_options).total()
+    if as_json:
+        return click.echo(json.dumps(summary(tree, run, size), allow_nan=False))
+    out = _console()
+    out.print(terminal.table(tree, facts(tree), run, decimal(size)))
+    if len(tree.attrs.get("segments", ())) > 1:
+        out.print(terminal.segments(tree))
+    out.print(terminal.findings(check(tree)))
+    return None
+
+
+@cli.command()
+@_takes_run
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="PNG, PDF or SVG.")
+@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True)
+def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
+    """Draw the whole panel into a file."""
+    _figure({run: open_run(run, storage_options)}, output, dpi)
+
+
+@cli.command()
+@_takes_run
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="An HTML file.")
+def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> None:
+    """Write one page of HTML, with findings and interactive figures, that opens offline."""
+    _page({run: open_run(run, storage_options)}, output)
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=str), metavar="RUN RUN...")
+@_storage
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="compare.html",
+    show_default=True,
+    help="HTML, or PNG, PDF or SVG.",
+)
+@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True, help="Of a PNG.")
+def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
+    """Draw several runs over each other, in the same figures."""
+    if len(runs) < 2:
+        _refuse(f"compare: takes two runs or more, not {len(runs)}.")
+    trees = {name: open_run(path, storage_options) for name, path in _names(runs).items()}
+    if output.suffix.lower() in (".html", ".htm"):
+        _page(trees, output)
+    else:
+        _figure(trees, output, dpi)
+
+
+@cli.command()
+@_takes_run
+@click.option("--terminal", "in_terminal", is_flag=True, help="In this terminal instead of a page.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: one that is free.")
+@click.option("--refresh", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True, metavar="SECONDS")
+@click.option("--open/--no-open", "browser", default=False, help="Open the page in a browser.")
+def watch(
+    run: str, storage_options: dict[str, Any] | None, in_terminal: bool, port: int, refresh: float, browser: bool
+) -> None:
+    """Follow a run while it is written: a page on 127.0.0.1, or, with --terminal, a table here. Ctrl-C ends it."""
+    open_run(run, storage_options)  # what is wrong with it is said at once
+    if in_terminal:
+        return _watch_here(run, storage_options, refresh)
+    with _needs_view():
+        from distcockpit.page.server import Live, serve
+
+    name = _names((run,))
+    live = Live(
+        lambda: commit(run, storage_options), lambda: dict.fromkeys(name, open_run(run, storage_options)), refresh
+    )
+
+    def ready(address: str) -> None:
+        click.echo(f"{plain(run)}: {address} (Ctrl-C ends it)")
+        sys.stdout.flush()
+        if browser:
+            click.launch(address)
+
+    return serve(live, port, ready)
+
+
+@cli.command()
+@_takes_run
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="A folder.")
+@click.option(
+    "--format", "kind", type=click.Choice(["tensorboard", "csv", "parquet"]), default="tensorboard", show_default=True
+)
+@click.option("--quantity", "only", multiple=True, metavar="NAME", help="Only this one; may be given several times.")
+def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind: str, only: tuple[str, ...]) -> None:
+    """Write a run in another tool's format: TensorBoard event files, or a CSV or Parquet table per quantity."""
+    from distcockpit.export import FORMATS
+
+    tree = open_run(run, storage_options)
+    for name in only:
+        if name not in tree.children:
+            _refuse(f"--quantity {name!r}: is not in the run, which has {list(tree.children)}.")
+    if only:
+        tree = xr.DataTree(children={name: tree[name] for name in only})  # type: ignore[misc] # nodes, not arrays
+    with _progress("export", len(tree.children)) as step, _needs("distcockpit[export]"):
+        paths = FORMATS[kind](tree, output, step)
+    click.echo(f"{len(paths)} files in {plain(output)}")
+
+
+@cli.command()
+@_takes_run
+@click.option("--json", "as_json", is_flag=True, help="For a script.")
+def verify(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
+    """Read every committed row; exit code 1 if something is damaged."""
+    with _bar("verify") as (bar, task):
+        problems = verify_run(run, storage_options, lambda done, of: bar.update(task, completed=done, total=of))
+    if as_json:
+        click.echo(json.dumps({"run": run, "problems": problems}))
+    else:
+        for problem in problems:
+            click.echo(plain(problem, 400))
+        click.echo(f"{plain(run)}: {f'{len(problems)} problems' if problems else 'all committed rows can be read'}")
+    if problems:
+        click.get_current_context().exit(1)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion of a shell: eval "$(distcockpit completion bash)" in ~/.bashrc switches it on."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "distcockpit", "_DISTCOCKPIT_COMPLETE").source())
+
+
+def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
+    with _needs_view():
+        from matplotlib.figure import Figure
+
+        from distcockpit.instruments import INSTRUMENTS, plot_run
+    kinds = Figure().canvas.get_supported_filetypes()
+    if output.suffix.lower().removeprefix(".") not in kinds:
+        _refuse(f"--output {str(output)!r}: must end in one of .{', .'.join(kinds)}.")
+    with _progress("plot", len(INSTRUMENTS) * len(trees) + 1) as step:
+        figure = plot_run(trees, ", ".join(_names(tuple(trees))), progress=step)
+        step(output.name)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=dpi)
+    click.echo(f"{plain(output)}")
+
+
+def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
+    with _needs_view():
+        from distcockpit.instruments import INSTRUMENTS
+        from distcockpit.page.content import content
+        from distcockpit.page.html import html
+    named = dict(zip(_names(tuple(trees)), trees.values(), strict=True))
+    with _progress("report", len(INSTRUMENTS) * len(trees)) as step:
+        text = html(content(named, step))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
+    click.echo(f"{plain(output)}")
+
+
+def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:
+    """Redraw when rows were committed."""
+    out = _console()
+    name = next(iter(_names((run,))))
+    seen, shown = None, terminal.view(open_run(run, storage_options), {}, name, out.height)
+    with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal) as live:
+        while True:
+            try:
+                token = commit(run, storage_options)
+                if token != seen:
+                    tree = open_run(run, storage_options)
+                    seen, shown = token, terminal.view(tree, facts(tree), name, out.height)
+                    live.update(shown, refresh=True)
+            except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached: it may come back
+                live.update(terminal.lost(shown, str(error)), refresh=True)
+                seen = None
+            time.sleep(refresh)
+
+
+def _names(runs: tuple[str, ...]) -> dict[str, str]:
+    """Short names of runs that tell them apart."""
+    short = [Path(run.rstrip("/")).name.removesuffix(".zarr") or run for run in runs]
+    if len(set(short)) < len(short):
+        common = os.path.commonpath([os.path.abspath(run) for run in runs]) if not any("://" in r for r in runs) else ""
+        short = [os.path.relpath(os.path.abspath(run), common) if common else run for run in runs]
+    if len(set(short)) < len(short):
+        _refuse(f"compare: {plain(max(runs, key=runs.count))} is given twice.")
+    return dict(zip(short, runs, strict=True))
+
+
+def _console() -> Console:
+    """Rich, without its markup and highlighting: what is printed comes from stores."""
+    wide = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 140))
+    return Console(markup=False, highlight=False, emoji=False, width=wide)
+
+
+@contextmanager
+def _bar(what: str) -> Generator[tuple[Progress, Any], None, None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    console = Console(stderr=True, markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar, bar.add_task(what, total=None)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Generator[Callable[[str], None], None, None]:
+    with _bar(what) as (bar, task):
+        bar.update(task, total=total)
+        yield lambda name: bar.update(task, advance=1, description=f"{what} {plain(name, 30)}")
+
+
+@contextmanager
+def _needs(extra: str) -> Generator[None, None, None]:
+    """An optional package that is missing is an error that says how to get it.
+
+    Raises:
+        ClickException: If so.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install '{extra}' brings what this needs.") from error
+
+
+_needs_view = functools.partial(_needs, "distcockpit[view]")
+
+
+def _refuse(problem: str) -> NoReturn:
+    """What was typed cannot be done.
+
+    Raises:
+        ClickException: Always.
+    """
+    raise click.ClickException(problem)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The program; errors are one line and exit code 2.
+
+    Args:
+        arguments: In place of those of the process.
+    """
+    try:
+        code = cli.main(arguments, prog_name="distcockpit", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "")
+        code = 2
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        way_out = f" Try: {context.command_path} --help" if context else ""
+        code = _failed(error.format_message() + way_out)
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except BrokenPipeError:  # the reader of a pipe has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except (OSError, ValueError, ImportError) as error:
+        code = _failed(str(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _failed(message: str) -> int:
+    click.echo(f"distcockpit: {plain(message, 1000)}", err=True)
+    return 2

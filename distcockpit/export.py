@@ -1,0 +1,110 @@
+"""Runs in other tools' formats: TensorBoard event files, CSV, Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from distcockpit.names import plain
+from distcockpit.run import to_dataframe
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What a spreadsheet takes for the beginning of a formula."""
+
+
+def export_csv(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
+    """A table per quantity, a row per step, as `distcockpit.run.to_dataframe` makes it."""
+    return _tables(run, folder, ".csv", lambda frame, path: frame.to_csv(path), progress)
+
+
+def export_parquet(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
+    """As CSV, with types."""
+    return _tables(run, folder, ".parquet", lambda frame, path: frame.to_parquet(path), progress)
+
+
+def _tables(
+    run: xr.DataTree,
+    folder: Path,
+    suffix: str,
+    write: Callable[[pd.DataFrame, Path], None],
+    progress: Callable[[str], None],
+) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, node in run.children.items():
+        progress(name)
+        frame = to_dataframe(node)
+        frame.columns = pd.Index([_cell(column) for column in frame.columns])
+        paths.append(folder / f"{name}{suffix}")
+        write(frame, paths[-1])
+    return paths
+
+
+def _cell(name: str) -> str:
+    """A column's name that no spreadsheet executes."""
+    name = plain(name)
+    return f"'{name}" if name.startswith(FORMULA) else name
+
+
+def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
+    """Numbers per step as scalars, named arrays as a scalar per name, one-dimensional histograms as histograms.
+
+    Tags are ``quantity/field`` and ``quantity/field/name``; wall times are those of the run. NaN is left out, as
+    TensorBoard has no gaps.
+    """
+    from tensorboardX import SummaryWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
+    with SummaryWriter(str(folder)) as writer:
+        for name, node in run.children.items():
+            progress(name)
+            data = node.to_dataset().load()
+            steps, times = data["step"].values, data["wall_time"].values.astype("datetime64[ns]").astype(np.int64) / 1e9
+            if {"counts", "edges"} <= set(data.data_vars):
+                for step, time, counts, edges in zip(
+                    steps, times, data["counts"].values, data["edges"].values, strict=True
+                ):
+                    _add_histogram(writer, f"{name}/counts", int(step), time, counts, edges)
+            for field, array in data.data_vars.items():
+                if array.dtype.kind not in "fiu" or array.ndim > 2 or field in ("counts", "edges"):
+                    continue
+                inner = array.transpose("step", ...)
+                labels = [""]
+                if inner.ndim == 2:
+                    dim = inner.dims[1]
+                    known = inner[dim].values if dim in inner.coords else range(inner.shape[1])
+                    labels = [f"/{plain(label)}" for label in known]
+                columns = inner.values.reshape(len(steps), -1)
+                for label, column in zip(labels, columns.T, strict=True):
+                    for step, time, value in zip(steps, times, column, strict=True):
+                        if not np.isnan(value):
+                            writer.add_scalar(f"{name}/{field}{label}", float(value), int(step), walltime=float(time))
+    return sorted(set(folder.iterdir()) - before)
+
+
+def _add_histogram(writer, tag: str, step: int, time: float, counts: np.ndarray, edges: np.ndarray) -> None:  # type: ignore[no-untyped-def]
+    """Counts as they are; moments, which a histogram does not hold, from the middles of its bins."""
+    if not counts.sum() or not np.isfinite(edges).all():
+        return
+    middles = (edges[1:] + edges[:-1]) / 2
+    writer.add_histogram_raw(
+        tag,
+        min=float(edges[0]),
+        max=float(edges[-1]),
+        num=int(counts.sum()),
+        sum=float(counts @ middles),
+        sum_squares=float(counts @ middles**2),
+        bucket_limits=edges[1:].tolist(),
+        bucket_counts=counts.tolist(),
+        global_step=step,
+        walltime=float(time),
+    )
+
+
+FORMATS = {"tensorboard": export_tensorboard, "csv": export_csv, "parquet": export_parquet}
+"""By name."""

@@ -1,0 +1,38 @@
+"""The effective step size: the gauge of Cockpit's panel, over time, with its distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.instruments.data import distribution, named, thin, values
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import BLACK, BLUE, GREY, ORANGE, Bars, Level, Line, Picture, Zone
+
+
+@instrument("step size", Alpha={"alpha": "step"})
+def alpha(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+    """Alpha by step and its distribution; shaded above 0, where steps overshoot the minimum of the fit, and below.
+
+    Schneider et al. 2021, arXiv:2102.06604, section 3.1 and figure 3.
+    """
+    data = values(groups[0]["alpha"])
+    x, y = data["step"].values, data.values
+    window = max(1, min(len(y) // 10, 51))
+    median = data.rolling(step=window, center=True, min_periods=1).median()
+    known = y[np.isfinite(y)]
+    reach = max(2.0, *np.abs(np.quantile(known, [0.001, 0.999]))) if len(known) else 2.0
+    bins = np.sinh(np.linspace(-np.arcsinh(reach), np.arcsinh(reach), 41))
+    return Picture(
+        "effective step size",
+        named(groups[0]["alpha"], "α, effective step size"),
+        [
+            Zone(0, np.inf, ORANGE, "too far"),
+            Zone(-np.inf, 0, BLUE, "short"),
+            Level(0, "to the minimum"),
+            Line(*thin(x, y), "each row", GREY, "points"),
+            Line(*thin(x, median.values), f"median of {window}", BLACK),
+        ],
+        scale="asinh",
+        right=Bars(*distribution(y, bins)),
+    )

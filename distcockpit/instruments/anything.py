@@ -1,0 +1,36 @@
+"""Any quantity for which there is no instrument: one's own, and those whose arrays speak for themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.instruments.data import MOST_COLUMNS, edges_of, family, few, named, scale, series, values
+from distcockpit.instruments.picture import BLUE, Heat, Pages, Picture
+
+MOST_CURVES = 64
+"""Of what has no names: more are a heat map."""
+
+
+def anything(name: str, node: xr.Dataset) -> Pages:
+    """A picture for each array: one curve, or a curve per name, or the newest row of larger ones as a heat map."""
+    arrays = {str(name): a for name, a in node.data_vars.items() if a.dtype.kind in "fiu" and a.dims[:1] == ("step",)}
+    floats = {name: a for name, a in arrays.items() if a.dtype.kind == "f"}
+    return {field: _picture(f"{name}: {a.attrs.get('long_name', field)}", a) for field, a in (floats or arrays).items()}
+
+
+def _picture(title: str, array: xr.DataArray) -> Picture:
+    if array.ndim == 2 and array.dims[1] not in array.coords and array.shape[1] > MOST_CURVES:
+        rows = values(few(array, MOST_COLUMNS))
+        heat = Heat(edges_of(rows["step"].values), np.arange(rows.shape[1] + 1) - 0.5, rows.values.T, named(array))
+        return Picture(title, str(array.dims[1]), [heat])
+    if array.ndim <= 2:
+        lines = [series(array, "", BLUE)] if array.ndim == 1 else family(array)
+        return Picture(title, named(array), lines, **scale(lines))
+    newest = array.isel(step=-1)
+    cells = newest.values.reshape(newest.shape[0], -1)
+    y, x = (np.arange(n + 1) - 0.5 for n in cells.shape)
+    heat = Heat(x, y, cells, named(array))
+    return Picture(
+        f"{title}, step {int(array['step'][-1])}", str(newest.dims[0]), [heat], x=" × ".join(map(str, newest.dims[1:]))
+    )

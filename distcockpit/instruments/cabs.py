@@ -1,0 +1,17 @@
+"""The batch size that fits the learning rate, and the one that was used."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit.instruments.data import batch_size, named, scale, series
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import BLUE, Picture
+
+
+@instrument("step size", CABS={"cabs": "step"})
+def cabs(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+    """The batch size that CABS suggests, beside the one that was used. Balles et al. 2017, arXiv:1612.05086."""
+    (node,) = groups
+    lines = [series(node["cabs"], "suggested by CABS", BLUE), *batch_size(node)]
+    return Picture("batch size for this learning rate", named(node["cabs"], "batch size"), lines, **scale(lines))

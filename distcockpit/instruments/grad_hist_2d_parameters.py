@@ -1,0 +1,18 @@
+"""Gradient elements against parameters, for each parameter tensor by itself."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit.instruments.grad_hist_2d import FIELDS, joint
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import Pages
+
+
+@instrument("gradients", GradHist2d={**FIELDS, "counts_per_parameter": "step parameter grad_bin param_bin"})
+def grad_hist_2d_parameters(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+    """The newest histogram of each parameter; `GradHist2d(keep_individual=True)` stores them."""
+    (node,) = groups
+    newest = node["counts_per_parameter"].isel(step=-1)
+    names = [str(name) for name in newest["parameter"].values]
+    return {name: joint(node, counts, name) for name, counts in zip(names, newest.values, strict=True)}

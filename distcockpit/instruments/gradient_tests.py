@@ -1,0 +1,31 @@
+"""The three tests whether a batch is large enough, in one picture."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit.instruments.data import scale, series
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import BLUE, GREEN, RED, Level, Picture
+
+
+@instrument(
+    "gradients", NormTest={"norm_test": "step"}, InnerTest={"inner_test": "step"}, OrthoTest={"ortho_test": "step"}
+)
+def gradient_tests(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+    """Relative standard error of the gradient, in all directions, along it, and across it; at 1 it is the gradient.
+
+    Byrd et al. 2012 (norm test); Bollapragada et al. 2018, arXiv:1710.11258 (inner product and orthogonality test).
+    """
+    looks = {
+        "NormTest": ("norm_test", "norm test: in all directions", BLUE),
+        "InnerTest": ("inner_test", "inner product test: along the gradient", RED),
+        "OrthoTest": ("ortho_test", "orthogonality test: across it", GREEN),
+    }
+    lines = [series(node[name], *look) for node in groups for name, *look in [looks[node.attrs["quantity"]]]]
+    return Picture(
+        "noise of the batch's gradient",
+        "relative standard error of the gradient [1]",
+        [Level(1, "as large as the gradient"), *lines],
+        **scale(lines),
+    )

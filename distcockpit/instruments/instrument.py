@@ -1,0 +1,69 @@
+"""An instrument: which quantities it shows, and what it makes of them; called with axes and a run, it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import xarray as xr
+from matplotlib.axes import Axes
+
+from distcockpit.instruments.data import find
+from distcockpit.instruments.drawing import draw
+from distcockpit.instruments.picture import Pages, Picture
+
+View = Callable[[xr.DataTree, list[xr.Dataset]], Picture | Pages]
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """A picture of a run.
+
+    Args:
+        name: What it is called.
+        section: Part of the panel.
+        needs: By class of quantity, the arrays that it takes, with their dimensions. With one class there is a picture
+            for each group of it; with several, one of all that are there.
+        view: Makes the picture.
+    """
+
+    name: str
+    section: str
+    needs: Mapping[str, Mapping[str, str]]
+    view: View
+
+    def pictures(self, run: xr.DataTree) -> dict[str, Picture | Pages]:
+        """What there is to see in this run, by a name that is unique within it; nothing, if it has no such rows."""
+        found = {n: group for kind, fields in self.needs.items() for n, group in find(run, kind, **fields).items()}
+        if len(self.needs) > 1:
+            return {self.name: self.view(run, list(found.values()))} if found else {}
+        return {name: self.view(run, [group]) for name, group in found.items()}
+
+    def __call__(self, axes: Axes, run: xr.DataTree, group: str | None = None) -> None:
+        """Draw.
+
+        Args:
+            axes: Where to; what is beside the picture, such as a distribution, is put into insets of it.
+            run: What `open_run` returns.
+            group: Which one, where the run has several quantities of the class; by default the first.
+
+        Raises:
+            ValueError: If the run has nothing to show.
+        """
+        pictures = self.pictures(run)
+        if not pictures or (group is not None and group not in pictures):
+            raise ValueError(
+                f"{self.name}(run, group={group!r}): shows {' and '.join(self.needs)}; the run has rows of "
+                f"{list(pictures) or 'none of these'}, and in all the quantities {list(run.children)}."
+            )
+        draw(axes, pictures[group or next(iter(pictures))])
+
+
+def instrument(section: str, **needs: Mapping[str, str]) -> Callable[[View], Instrument]:
+    """Make an instrument of a function of a run and the groups that it shows; see `Instrument`."""
+    return lambda view: _documented(Instrument(view.__name__, section, needs, view), view)
+
+
+def _documented(made: Instrument, view: View) -> Instrument:
+    object.__setattr__(made, "__doc__", view.__doc__)
+    return made

@@ -1,0 +1,18 @@
+"""What the user logged beside losses: accuracies and the like."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit.instruments.data import named, series
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import BLUE, Pages, Picture
+
+
+@instrument("performance", log={})
+def metrics(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+    """A picture for each scalar that was logged and is no loss."""
+    found = {str(name): array for name, array in groups[0].data_vars.items() if "loss" not in str(name).lower()}
+    return {
+        name: Picture(name, named(array), [series(array.dropna("step"), name, BLUE)]) for name, array in found.items()
+    }

@@ -1,0 +1,33 @@
+"""The batch size that pays, and the one that was used."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit import run as reading
+from distcockpit.instruments.data import batch_size, scale, thin
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import BLUE, RED, Line, Picture
+
+WEIGHT = 0.95
+PARTS = {name: "step" for name in ("noise", "signal", "rank_noise", "rank_signal")}
+
+
+@instrument("gradients", GradientNoiseScale=PARTS)
+def noise_scale(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+    """Gradient noise scale, from smoothed parts, from samples and from ranks, beside the batch size.
+
+    McCandlish et al. 2018, arXiv:1812.06162.
+    """
+    (node,) = groups
+    ratios = {
+        "from samples": (reading.noise_scale(node, WEIGHT, "samples"), BLUE, "solid"),
+        "from ranks": (reading.noise_scale(node, WEIGHT, "ranks"), RED, "dashed"),
+    }
+    lines = [
+        Line(*thin(ratio["step"].values, ratio.values), label, color, style)
+        for label, (ratio, color, style) in ratios.items()
+    ]
+    lines += batch_size(node)
+    note = f"parts smoothed with weight {WEIGHT}"
+    return Picture("gradient noise scale", "noise / signal [samples]", lines, **scale(lines), note=note)

@@ -1,0 +1,21 @@
+"""Gradients at the outputs of layers: how long they are, and whether they turn."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from distcockpit.instruments.data import banded, named, scale
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import Line, Pages, Picture
+
+
+@instrument("gradients", OutputGradientGeometry={"norm": "step layer", "correlation": "step layer"})
+def output_gradients(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+    """Norms, and cosines with the tracked step before: medians and quartiles of epochs, or of parts of the run."""
+    (node,) = groups
+    pages = {}
+    for field, title in {"norm": "output gradients by layer", "correlation": "do output gradients turn?"}.items():
+        marks = banded(node[field])
+        scaled = scale([m for m in marks if isinstance(m, Line)]) if field == "norm" else {}
+        pages[field] = Picture(title, named(node[field]), marks, **scaled, note="median and quartiles")
+    return pages

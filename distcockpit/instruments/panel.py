@@ -1,0 +1,162 @@
+"""All that there is to see of a run, in the order of a panel: step size, gradients, curvature, ranks, performance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from distcockpit import instruments
+from distcockpit.instruments.anything import anything
+from distcockpit.instruments.drawing import MOST_PAGES, draw
+from distcockpit.instruments.picture import CYCLE, Band, Heat, Line, Pages, Picture, empty
+from distcockpit.names import for_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SECTIONS = ("step size", "gradients", "curvature", "ranks", "performance", "more")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One instrument with what it shows."""
+
+    name: str
+    section: str
+    picture: Picture | Pages
+
+
+def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None) -> Iterator[Place]:
+    """Every picture that this run has, by section; quantities without an instrument of their own come last.
+
+    Args:
+        run: What `open_run` returns.
+        progress: Is told the name of each picture before it is made.
+    """
+    shown: set[str] = set()
+    by_section = sorted(instruments.INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
+    for one in by_section:
+        progress(one.name)
+        for name, picture in one.pictures(run).items():
+            shown |= set(one.needs)
+            if not _nothing(picture):
+                yield Place(name if name == one.name else f"{one.name}-{name}", one.section, picture)
+    for name, node in run.children.items():
+        if node.attrs.get("quantity", name) in shown or not node.sizes.get("step"):
+            continue
+        progress(name)
+        pages = anything(name, node.to_dataset())
+        if not _nothing(pages):
+            yield Place(name, "more", pages)
+
+
+def panels(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> list[Place]:
+    """The panel of one run, or of several in the same pictures.
+
+    Args:
+        runs: By the name to show.
+        progress: As for `panel`.
+    """
+    if len(runs) == 1:
+        return list(panel(next(iter(runs.values())), progress))
+    found: dict[str, tuple[str, dict[str, Picture | Pages]]] = {}
+    for label, run in runs.items():
+        for place in panel(run, progress):
+            found.setdefault(place.name, (place.section, {}))[1][label] = place.picture
+    order = sorted(found.items(), key=lambda item: SECTIONS.index(item[1][0]))
+    colors = {label: CYCLE[k % len(CYCLE)] for k, label in enumerate(runs)}
+    return [Place(name, section, overlay(pictures, colors)) for name, (section, pictures) in order]
+
+
+def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) -> Picture | Pages:
+    """The pictures of several runs as one, a colour for each run; heat maps, which hide each other, one by one."""
+    if not all(isinstance(p, Picture) for p in pictures.values()):
+        names = list(
+            dict.fromkeys(name for pages in pictures.values() if not isinstance(pages, Picture) for name in pages)
+        )
+        each = {
+            name: {
+                run: pages[name] for run, pages in pictures.items() if not isinstance(pages, Picture) and name in pages
+            }
+            for name in names
+        }
+        flat: dict[str, Picture] = {}
+        for name, of_runs in each.items():
+            merged = overlay(of_runs, colors)
+            flat |= {name: merged} if isinstance(merged, Picture) else {f"{name}, {k}": p for k, p in merged.items()}
+        return flat
+    of_runs = {run: p for run, p in pictures.items() if isinstance(p, Picture)}
+    if any(isinstance(mark, Heat) for p in of_runs.values() for mark in p.marks):
+        return {run: replace(p, title=f"{p.title}: {run}") for run, p in of_runs.items()}
+    first = next(iter(of_runs.values()))
+    fixed = [mark for mark in first.marks if not isinstance(mark, Line | Band)]
+    moving = [mark for run, p in of_runs.items() for mark in _of_run(run, p, colors[run])]
+    scales = {p.scale for p in of_runs.values()}
+    widest = next((p for kind in ("asinh", "log") for p in of_runs.values() if p.scale == kind), first)
+    if scales == {"linear", "log"}:
+        widest = next(p for p in of_runs.values() if p.scale == "log")
+    return replace(first, marks=[*fixed, *moving], scale=widest.scale, linear=widest.linear, right=None, top=None)
+
+
+def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
+    """The curves of one run, named after it; further ones of the same run are dashed, points stay points."""
+    curves = [mark for mark in picture.marks if isinstance(mark, Line | Band)]
+    alone = len([mark for mark in curves if isinstance(mark, Line)]) == 1
+    named = []
+    for mark in curves:
+        label = run if alone or not mark.label else f"{run}: {mark.label}"
+        named.append(replace(mark, color=color, label=label if isinstance(mark, Line) or mark.label else ""))
+    return named
+
+
+def _side_by_side(picture: Picture | Pages) -> list[Picture]:
+    return [picture] if isinstance(picture, Picture) else [p for p in picture.values() if not empty(p)][:MOST_PAGES]
+
+
+def _nothing(picture: Picture | Pages) -> bool:
+    pages = [picture] if isinstance(picture, Picture) else list(picture.values())
+    return all(empty(page) for page in pages)
+
+
+def plot_run(
+    run: xr.DataTree | Mapping[str, xr.DataTree],
+    title: str = "",
+    columns: int = 3,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Figure:
+    """The whole panel as a figure.
+
+    Args:
+        run: What `open_run` returns, or several runs by name, which are drawn over each other.
+        title: Above the panel.
+        columns: Pictures side by side.
+        progress: As for `panel`.
+
+    Raises:
+        ValueError: If there are no rows to draw.
+    """
+    from matplotlib.figure import Figure
+
+    runs = {"run": run} if isinstance(run, xr.DataTree) else dict(run)
+    places = panels(runs, progress)
+    if not places:
+        raise ValueError("plot_run(run): there is nothing to draw yet, the run has no rows with finite values.")
+    pictures = [(place.section, picture) for place in places for picture in _side_by_side(place.picture)]
+    sections = {name: [picture for section, picture in pictures if section == name] for name in SECTIONS}
+    sections = {name: there for name, there in sections.items() if there}
+    heights = [-(-len(there) // columns) for there in sections.values()]
+    figure = Figure(figsize=(6.4 * columns, 3.9 * sum(heights) + 0.5 * len(heights) + 0.4), layout="constrained")
+    parts = figure.subfigures(len(sections), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (name, there), rows in zip(parts, sections.items(), heights, strict=True):
+        part.suptitle(name.upper(), x=0.01, ha="left", fontweight="bold")
+        grid = part.subplots(rows, columns, squeeze=False).flat
+        for picture, axes in zip(there, grid, strict=False):
+            draw(axes, picture)
+        for axes in list(grid):
+            axes.remove()
+    if title:
+        figure.suptitle(for_figure(title))
+    return figure

@@ -1,0 +1,43 @@
+"""Ranks side by side: whose data, whose gradients, whose time differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.instruments.data import columns, named
+from distcockpit.instruments.instrument import instrument
+from distcockpit.instruments.picture import Heat, Pages, Picture
+
+RANKS = "step rank"
+SHOWN = {
+    "cosine": ("agreement with the pooled gradient", "min"),
+    "loss": ("loss of each rank", "max"),
+    "grad_norm": ("gradient norm of each rank", "max"),
+    "forward_seconds": ("time in the forward pass", "max"),
+    "outside_seconds": ("time outside of `track`", "max"),
+    "nonfinite_gradients": ("gradient elements that are not finite", "max"),
+    "nonfinite_losses": ("losses that are not finite", "max"),
+    "local_batch_size": ("batch size of each rank", "max"),
+}
+"""What is looked at, and which of several steps in a column of the picture: the one that tells most."""
+
+WHERE_THERE = {"nonfinite_gradients", "nonfinite_losses"}
+
+
+@instrument(
+    "ranks", RankDisagreement={"cosine": RANKS, "loss": RANKS, "grad_norm": RANKS}, RankHealth={"step_seconds": RANKS}
+)
+def ranks(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+    """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what is not finite."""
+    pages = {}
+    for field, (title, which) in SHOWN.items():
+        for node in groups:
+            if field in node.data_vars and node[field].dims == ("step", "rank"):
+                steps, cells = columns(node[field], which)
+                edges = np.arange(cells.shape[1] + 1) - 0.5
+                note = f"the {which} of several steps in each column" if len(cells) < node.sizes["step"] else ""
+                heat = Heat(steps, edges, cells.T, named(node[field], title))
+                if field not in WHERE_THERE or (cells > 0).any():
+                    pages[field] = Picture(title, "rank", [heat], note=note)
+    return pages
