@@ -125,11 +125,11 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
 @cli.command()
 @_takes_run
 @click.option("--terminal", "in_terminal", is_flag=True, help="In this terminal instead of a page.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: one that is free.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Default: 8128, or one that is free.")
 @click.option("--refresh", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True, metavar="SECONDS")
 @click.option("--open/--no-open", "browser", default=False, help="Open the page in a browser.")
 def watch(
-    run: str, storage_options: dict[str, Any] | None, in_terminal: bool, port: int, refresh: float, browser: bool
+    run: str, storage_options: dict[str, Any] | None, in_terminal: bool, port: int | None, refresh: float, browser: bool
 ) -> None:
     """Follow a run while it is written: a page on 127.0.0.1, or, with --terminal, a table here. Ctrl-C ends it."""
     open_run(run, storage_options)  # what is wrong with it is said at once

@@ -21,8 +21,8 @@ WRONG, LOOK = "wrong", "look"
 WINDOW = 10
 """Rows that a median is taken over: a single row is noise."""
 
-MANY = 0.5
-"""Share of the windows of a run at which a finding is told."""
+MANY = 1 / 3
+"""Share of the windows of a run from which on a finding is told."""
 
 
 @dataclass(frozen=True)
@@ -177,40 +177,68 @@ def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
 @rule(
     "effective step size far from 0",
     "alpha",
-    {"Alpha": ("alpha", "status")},
-    "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update; at 1 the loss behind it is as "
+    {"Alpha": ("alpha", "status", "f_start")},
+    "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update, 1 one to where the loss is as "
     "high "
-    "as before it",
+    "again on the other side",
     "https://arxiv.org/abs/2102.06604",
 )
 def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
-    fitted = group["alpha"].where(group["status"] == 0).dropna("step")
-    middle = _windows(fitted.values)
-    for far, bound, title, advice in (
-        (
-            middle > 1,
-            "above 1",
-            "steps go too far",
-            "The loss behind such a step is higher than before it, along the step's own direction: the learning "
-            "rate is "
-            "too large for this curvature. Try a third of it, or warm up.",
-        ),
-        (
-            middle < -0.8,
-            "below -0.8",
-            "steps are much too short",
-            "A step covers less than a tenth of the way to the minimum along its own direction. Early in training that "
-            "is time lost to a small learning rate, or a warm-up; late in a decay it is meant.",
-        ),
-    ):
-        if len(middle) and far.mean() >= MANY:
-            yield {
-                "severity": WRONG if bound == "above 1" else LOOK,
-                "title": f"{title}: α is {bound} through {far.mean():.0%} of the run",
-                "words": f"The median of α over {min(WINDOW, len(fitted))} rows is {bound} in {far.mean():.0%} of "
-                f"the run; "
-                f"its median over all {len(fitted)} fitted rows is {np.median(fitted.values):.2g}. {advice}",
-            }
+    fitted = group["alpha"].values[group["status"].values == 0]
+    middle = _windows(fitted)
+    if not len(middle):
+        return
+    too_far, too_short = np.mean(middle > 0.3), np.mean(middle < -0.8)
+    typical = f"the median of all {len(fitted)} fitted rows is {np.median(fitted):.2g}"
+    if too_far >= MANY:
+        loss = group["f_start"].values
+        begin, highest = np.nanmedian(loss[:WINDOW]), np.nanmax(loss[WINDOW:], initial=-np.inf)
+        jumps = highest > 1.5 * begin > 0
+        yield {
+            "severity": WRONG if jumps else LOOK,
+            "title": f"steps go too far: α is above 0.3 through {too_far:.0%} of the run",
+            "words": f"Steps end beyond the minimum along their own direction; {typical}. "
+            + (
+                f"The loss jumps as well, to {highest:.3g} from {begin:.3g} at the start: the learning rate is too "
+                f"large "
+                "for this curvature. Try a third of it, or a warm-up."
+                if jumps
+                else "A little of it is common in runs that learn fast. If the loss stalls or jumps, a smaller "
+                "learning "
+                "rate is the first thing to try."
+            ),
+        }
+    if too_short >= MANY:
+        yield {
+            "severity": LOOK,
+            "title": f"steps are much too short: α is below -0.8 through {too_short:.0%} of the run",
+            "words": f"A step covers less than a tenth of the way to the minimum along its own direction; "
+            f"{typical}. Early "
+            "in training that is time lost to a small learning rate or a long warm-up; late in a decay it is meant.",
+        }
+
+
+@rule(
+    "a loss that does not fall",
+    "losses",
+    {"Loss": ("loss",)},
+    "Karpathy 2019: a network that learns nothing is the most common bug, and the first thing to look at",
+    "https://karpathy.github.io/2019/04/25/recipe/",
+)
+def _flat(run: xr.DataTree, group: xr.Dataset) -> Told:
+    loss = group["loss"].values
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < 5 * WINDOW:
+        return
+    begin, end = np.median(loss[:WINDOW]), np.median(loss[-WINDOW:])
+    if end > begin - 0.02 * abs(begin):
+        yield {
+            "severity": WRONG,
+            "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
+            "words": f"Medians of the first and the last {WINDOW} of {len(loss)} rows. Nothing was learned, or it "
+            f"was lost "
+            "again: look at the learning rate, at gradients that vanish, and at what the model is given.",
+        }
 
 
 @rule(

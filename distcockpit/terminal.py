@@ -115,12 +115,13 @@ def lost(shown: RenderableType, why: str) -> RenderableType:
 
 
 def _numbers(run: xr.DataTree) -> Iterator[tuple[str, int, float, str, str]]:
-    """Every number per step: name, newest step and value, unit, course."""
+    """Numbers per step, one of each quantity that has one above the others: name, newest step, value, unit, course."""
     for group, node in run.children.items():
         data = node.to_dataset()
         if not data.sizes.get("step"):
             continue
-        for name, array in data.data_vars.items():
+        main = [name for name in (group, "total") if name in data]
+        for name, array in data[main[:1] or [str(name) for name in data.data_vars]].data_vars.items():
             if array.dims == ("step",) and array.dtype.kind == "f":
                 values = array.values[-10_000:]
                 known = np.flatnonzero(np.isfinite(values))

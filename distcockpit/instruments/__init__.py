@@ -12,6 +12,7 @@ Works on a store alone: no torch, no process group. The extra ``view`` brings wh
 from distcockpit.instruments.alpha import alpha
 from distcockpit.instruments.cabs import cabs
 from distcockpit.instruments.distance import distance
+from distcockpit.instruments.drawing import draw
 from distcockpit.instruments.early_stopping import early_stopping
 from distcockpit.instruments.grad_hist_1d import grad_hist_1d
 from distcockpit.instruments.grad_hist_2d import grad_hist_2d
@@ -65,6 +66,7 @@ __all__ = [
     "INSTRUMENTS",
     "Instrument",
     "Place",
+    "draw",
     "panel",
     "panels",
     "plot_run",

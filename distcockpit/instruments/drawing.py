@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from distcockpit.instruments.picture import (
     BLACK,
@@ -91,8 +92,8 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
         above = axes.inset_axes((0, 1.02, 1, 0.14), sharex=axes)
         _bars(above, picture.top)
         axes.set_title(for_figure(picture.title), y=1.17)
-    if picture.rows:
-        axes.set_yticks(range(len(picture.rows)), [for_figure(name) for name in picture.rows])
+    if picture.whole:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if heat and not compact:
         last = axes.collections[-1]
         place = axes.inset_axes((1.18 if picture.right else 1.02, 0, 0.03, 1))

@@ -28,6 +28,12 @@ class Place:
     section: str
     picture: Picture | Pages
 
+    def by_page(self) -> dict[str, Picture]:
+        """Its pictures by name: its own, or ``name/page``."""
+        if isinstance(self.picture, Picture):
+            return {self.name: self.picture}
+        return {f"{self.name}/{page}": picture for page, picture in self.picture.items()}
+
 
 def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None) -> Iterator[Place]:
     """Every picture that this run has, by section; quantities without an instrument of their own come last.
@@ -105,10 +111,17 @@ def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
     """The curves of one run, named after it; further ones of the same run are dashed, points stay points."""
     curves = [mark for mark in picture.marks if isinstance(mark, Line | Band)]
     alone = len([mark for mark in curves if isinstance(mark, Line)]) == 1
-    named = []
+    named: list[Line | Band] = []
     for mark in curves:
         label = run if alone or not mark.label else f"{run}: {mark.label}"
-        named.append(replace(mark, color=color, label=label if isinstance(mark, Line) or mark.label else ""))
+        mark = replace(mark, color=color, label=label if isinstance(mark, Line) or mark.label else "")
+        if (
+            isinstance(mark, Line)
+            and not mark.member
+            and any(isinstance(n, Line) and n.style == "solid" for n in named)
+        ):
+            mark = replace(mark, style=mark.style if mark.style == "points" else "dashed")
+        named.append(mark)
     return named
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class Picture:
         linear: See ``scale``.
         right: Distribution along the y-axis.
         top: Distribution along the x-axis.
-        rows: Names of the rows 0, 1, ... of a heat map over names.
+        whole: Whether the y-axis counts something, such as ranks.
         note: What a reader must know, such as how much of it is not shown.
     """
 
@@ -133,7 +133,7 @@ class Picture:
     linear: float = 1.0
     right: Bars | None = None
     top: Bars | None = None
-    rows: Sequence[str] = field(default=())
+    whole: bool = False
     note: str = ""
 
 

@@ -39,5 +39,5 @@ def ranks(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
                 note = f"the {which} of several steps in each column" if len(cells) < node.sizes["step"] else ""
                 heat = Heat(steps, edges, cells.T, named(node[field], title))
                 if field not in WHERE_THERE or (cells > 0).any():
-                    pages[field] = Picture(title, "rank", [heat], note=note)
+                    pages[field] = Picture(title, "rank", [heat], note=note, whole=True)
     return pages

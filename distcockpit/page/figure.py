@@ -44,9 +44,16 @@ def figure(picture: Picture) -> Dict:
             data += _band(mark, picture)
         elif isinstance(mark, Heat):
             data.append(_heat(mark, picture))
+    whole = {"tickformat": "d", "minallowed": low, "maxallowed": high} if picture.whole else {}
     layout: Dict = {
         "xaxis": {"title": {"text": for_page(picture.x)}, "zeroline": False},
-        "yaxis": {"title": {"text": for_page(picture.y)}, "zeroline": False, "range": [low, high], **_ticks(picture)},
+        "yaxis": {
+            "title": {"text": for_page(picture.y)},
+            "zeroline": False,
+            "range": [low, high],
+            **_ticks(picture),
+            **whole,
+        },
         "shapes": [_zone(m, picture, low, high) for m in picture.marks if isinstance(m, Zone)]
         + [_level(m, picture) for m in picture.marks if isinstance(m, Level)],
         "annotations": [

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from distcockpit.page.content import content
 from distcockpit.page.html import html
 
-HOST = "127.0.0.1"
+HOST, PORT = "127.0.0.1", 8128
 
 
 class Live:
@@ -83,12 +83,12 @@ def application(live: Live) -> Starlette:
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 
 
-def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
+def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
     """Serve until interrupted.
 
     Args:
         live: What is served.
-        port: 0 takes one that is free.
+        port: 0 takes one that is free; None `PORT`, or one that is free.
         ready: Is told the address.
 
     Raises:
@@ -97,9 +97,11 @@ def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            bound.bind((HOST, port))
+            bound.bind((HOST, PORT if port is None else port))
         except OSError as error:
-            raise OSError(f"port={port}: cannot be used ({error.strerror}); another one, or 0, is.") from error
+            if port is not None:
+                raise OSError(f"port={port}: cannot be used, {error.strerror}. Take another one, or 0.") from error
+            bound.bind((HOST, 0))
         ready(f"http://{HOST}:{bound.getsockname()[1]}/")
         config = uvicorn.Config(application(live), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[bound])
