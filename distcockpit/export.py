@@ -79,7 +79,7 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
                     dim = inner.dims[1]
                     known = inner[dim].values if dim in inner.coords else range(inner.shape[1])
                     labels = [f"/{plain(label)}" for label in known]
-                columns = inner.values.reshape(len(steps), -1)
+                columns = inner.values.reshape(len(steps), len(labels))
                 for label, column in zip(labels, columns.T, strict=True):
                     for step, time, value in zip(steps, times, column, strict=True):
                         if not np.isnan(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -137,6 +138,7 @@ def _named(table: dict[str, T], function: str, value: str, argument: str = "meth
 
 
 def _per_epoch(data: xr.DataArray, reduce: Callable[[xr.DataArray], xr.DataArray]) -> xr.DataArray:
+    data = data.compute()  # Dask has no groups by what is not read, and no median over all of it
     if not np.isfinite(data["epoch"]).any():
         raise ValueError(f"{data.name}: no epoch was stored. Pass it while training: track(step, epoch=epoch).")
     return data.groupby("epoch").map(reduce)
@@ -163,7 +165,7 @@ def exponential_smoothing(data: xr.DataArray, weight: float = 0.9) -> xr.DataArr
     if not 0 <= weight < 1:
         raise ValueError(f"exponential_smoothing(weight={weight!r}): must be at least 0, and less than 1.")
     rows = data.transpose("step", ...)
-    flat = pd.DataFrame(rows.where(np.isfinite(rows)).values.reshape(rows.sizes["step"], -1))
+    flat = pd.DataFrame(rows.where(np.isfinite(rows)).values.reshape(rows.sizes["step"], math.prod(rows.shape[1:])))
     smooth = flat.ewm(alpha=1 - weight, adjust=True, ignore_na=True).mean()
     return rows.copy(data=smooth.to_numpy().reshape(rows.shape)).transpose(*data.dims)
 
@@ -220,7 +222,7 @@ def to_dataframe(run: xr.DataTree) -> pd.DataFrame:
     for name, array in data.data_vars.items():
         inner = array.transpose("step", ...)
         labels = [inner[dim].values if dim in inner.coords else range(n) for dim, n in inner.sizes.items()][1:]
-        flat = inner.values.reshape(inner.sizes["step"], -1)
+        flat = inner.values.reshape(inner.sizes["step"], math.prod(inner.shape[1:]))
         for k, where in enumerate(itertools.product(*labels)):
             columns[f"{name}[{', '.join(map(str, where))}]" if where else str(name)] = flat[:, k]
     return pd.DataFrame(columns, index=pd.Index(data["step"].values, name="step"))

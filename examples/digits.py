@@ -118,7 +118,7 @@ def main() -> None:
         tracked = ", ".join(f"{name} ({node.sizes['step']})" for name, node in run.children.items())
         print(f"Trained the {args.model} with {args.optimizer} for {step} steps on {world_size} ranks.")
         print(f"Recorded, with the number of rows: {tracked}.")
-        print(f"Store: {args.store}. Look at it with: python examples/read_run.py {args.store}")
+        print(f"Store: {args.store}. Look at it with: distcockpit report {args.store} -o report.html")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 The text, alice.txt, is in the public domain: chapters I to V of Lewis Carroll, Alice's Adventures in Wonderland (1865).
 
 torchrun --nproc_per_node=4 examples/gpt2.py --store runs/gpt2.zarr
-python examples/read_run.py runs/gpt2.zarr
+distcockpit plot runs/gpt2.zarr -o runs/gpt2.png
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
         last = run["log"]["train_loss"].values[-1]
         size = sum(p.numel() for p in net.parameters())
         print(f"Trained {size:,} parameters for {args.steps} steps on {world_size} ranks, to a loss of {last:.2f}.")
-        print(f"Store: {args.store}. Look at it with: python examples/read_run.py {args.store}")
+        print(f"Store: {args.store}. Look at it with: distcockpit report {args.store} -o report.html")
     if dist.is_initialized():
         dist.destroy_process_group()
 
