@@ -48,7 +48,11 @@ class Written:
         facts = facts or model()
         self.path, self.step = path, 0
         self.groups: dict[str, Group] = {q.name: q.described_group(facts) for q in quantities}
-        told = {"parameters": {n: list(s) for n, s in facts.shapes.items()}, "config": {}, "world_size": facts.world_size}
+        told = {
+            "parameters": {n: list(s) for n, s in facts.shapes.items()},
+            "config": {},
+            "world_size": facts.world_size,
+        }
         self.store = RunStore(FolderKeys(path), "w-", self.groups, told | attributes)
         self._random = np.random.default_rng(0)
 
