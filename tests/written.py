@@ -1,4 +1,4 @@
-"""Stores with rows that a test chooses, written by the package's own store: what a run of years, or of a stranger, left."""
+"""Stores with rows that a test chooses, written by the package's own store: what a long run, or a stranger, left."""
 
 from __future__ import annotations
 

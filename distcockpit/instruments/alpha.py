@@ -11,12 +11,13 @@ from distcockpit.instruments.picture import BLACK, BLUE, GREY, ORANGE, Bars, Lev
 
 
 @instrument("step size", Alpha={"alpha": "step"})
-def alpha(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Alpha by step and its distribution; shaded above 0, where steps overshoot the minimum of the fit, and below.
 
     Schneider et al. 2021, arXiv:2102.06604, section 3.1 and figure 3.
     """
-    data = values(groups[0]["alpha"])
+    (node,) = groups.values()
+    data = values(node["alpha"])
     x, y = data["step"].values, data.values
     window = max(1, min(len(y) // 10, 51))
     median = data.rolling(step=window, center=True, min_periods=1).median()
@@ -25,7 +26,7 @@ def alpha(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
     bins = np.sinh(np.linspace(-np.arcsinh(reach), np.arcsinh(reach), 41))
     return Picture(
         "effective step size",
-        named(groups[0]["alpha"], "α, effective step size"),
+        named(node["alpha"], "α, effective step size"),
         [
             Zone(0, np.inf, ORANGE, "too far"),
             Zone(-np.inf, 0, BLUE, "short"),

@@ -10,8 +10,8 @@ from distcockpit.instruments.picture import BLUE, Picture
 
 
 @instrument("step size", CABS={"cabs": "step"})
-def cabs(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def cabs(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The batch size that CABS suggests, beside the one that was used. Balles et al. 2017, arXiv:1612.05086."""
-    (node,) = groups
+    (node,) = groups.values()
     lines = [series(node["cabs"], "suggested by CABS", BLUE), *batch_size(node)]
     return Picture("batch size for this learning rate", named(node["cabs"], "batch size"), lines, **scale(lines))

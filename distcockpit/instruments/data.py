@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -115,8 +115,27 @@ def family(array: xr.DataArray) -> list[Line]:
     """An array [step, names] as a curve per name, coloured by depth."""
     data = values(some(array))
     names = members(data)
-    rows = zip(names, depth_colors(len(names)), data.values.T, strict=True)
+    rows = zip(names, depth_colors(len(names)), data.values.astype(float).T, strict=True)
     return [Line(data["step"].values, y, name, color, member=name) for name, color, y in rows]
+
+
+def side_by_side(groups: Mapping[str, xr.Dataset], looks: Mapping[str, tuple[str, str, str]]) -> list[Line]:
+    """A curve of each group.
+
+    Args:
+        groups: By name.
+        looks: By class of quantity the field, its label and colour; a second group of a class is dashed, and named.
+    """
+    lines, seen = [], set()
+    for name, node in groups.items():
+        kind = node.attrs["quantity"]
+        field, label, color = looks[kind]
+        again = kind in seen
+        lines.append(
+            series(node[field], f"{label} ({name})" if again else label, color, "dashed" if again else "solid")
+        )
+        seen.add(kind)
+    return lines
 
 
 def edges_of(steps: Numbers) -> Numbers:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import named, scale, series
+from distcockpit.instruments.data import scale, side_by_side
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, RED, Picture
 
 
 @instrument("step size", Distance={"total": "step"}, UpdateSize={"total": "step"})
-def distance(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def distance(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Distance from the start, and size of the update, of all parameters together."""
-    looks = {"Distance": ("from the start", BLUE), "UpdateSize": ("of one step", RED)}
-    lines = [series(node["total"], *looks[node.attrs["quantity"]]) for node in groups]
-    return Picture("how far the parameters went", named(groups[0]["total"], "length"), lines, **scale(lines))
+    looks = {"Distance": ("total", "from the start", BLUE), "UpdateSize": ("total", "of one step", RED)}
+    lines = side_by_side(groups, looks)
+    return Picture("how far the parameters went", "length [parameter]", lines, **scale(lines))

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from distcockpit.instruments.picture import (
     BLACK,
+    FARTHEST,
     GREY,
     SEQUENTIAL,
     Band,
@@ -79,7 +80,7 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
         return
     for mark in picture.marks:
         if not isinstance(mark, Zone | Level):
-            _mark(axes, mark, compact)
+            _mark(axes, mark, picture, compact)
     _behind(axes, [mark for mark in picture.marks if isinstance(mark, Zone | Level)])
     axes.margins(x=0)
     if picture.note and not compact:
@@ -104,12 +105,13 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
         _legend(axes, picture)
 
 
-def _mark(axes: Axes, mark: Line | Band | Heat, compact: bool) -> None:
+def _mark(axes: Axes, mark: Line | Band | Heat, picture: Picture, compact: bool) -> None:
     if isinstance(mark, Line):
+        y = np.clip(mark.y, -FARTHEST, FARTHEST) if picture.scale == "asinh" else mark.y
         look: dict[str, Any] = {"linestyle": DASHES[mark.style], "linewidth": 0.8 if compact else 1.3}
         if mark.style == "points" or len(mark.x) == 1:
             look |= {"marker": ".", "markersize": 3 if len(mark.x) > 200 else 5}
-        axes.plot(mark.x, mark.y, color=mark.color, label=mark.label or "_", **look)
+        axes.plot(mark.x, y, color=mark.color, label=mark.label or "_", **look)
     elif isinstance(mark, Band):
         axes.fill_between(
             mark.x, mark.low, mark.high, color=mark.color, alpha=0.2, linewidth=0, label=mark.label or "_"

@@ -10,11 +10,12 @@ from distcockpit.instruments.picture import BLUE, ORANGE, Level, Mark, Picture, 
 
 
 @instrument("gradients", EarlyStopping={"early_stopping": "step"})
-def early_stopping(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def early_stopping(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The evidence-based criterion: above 0 the gradient is what noise alone would give.
 
     Mahsereci et al. 2017, arXiv:1703.09580.
     """
-    line = series(groups[0]["early_stopping"], "criterion", BLUE)
+    (node,) = groups.values()
+    line = series(node["early_stopping"], "criterion", BLUE)
     marks: list[Mark] = [Zone(0, float("inf"), ORANGE, "noise alone"), Level(0), line]
-    return Picture("early stopping", named(groups[0]["early_stopping"]), marks, **scale([line]))
+    return Picture("early stopping", named(node["early_stopping"]), marks, **scale([line]))

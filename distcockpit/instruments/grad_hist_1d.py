@@ -11,13 +11,13 @@ from distcockpit.instruments.picture import Heat, Numbers, Picture
 
 
 @instrument("gradients", GradHist1d={"counts": "step bin", "edges": "step edge"})
-def grad_hist_1d(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def grad_hist_1d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Counts of gradient elements, a column per step, coloured by their logarithm.
 
     What was beyond the range is in its last bins. Where the range was adapted, counts are shared out over cells of
     equal size. Schneider et al. 2021, arXiv:2102.06604, section 3.2.
     """
-    (node,) = groups
+    (node,) = groups.values()
     rows = few(node["counts"], MOST_COLUMNS)
     counts, edges = rows.values, few(node["edges"], MOST_COLUMNS).values
     if (edges != edges[-1]).any():
@@ -35,6 +35,8 @@ def grad_hist_1d(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
 def _on_one_grid(edges: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     """Counts [rows, bins] of rows with edges of their own, on common edges; as if spread evenly in each bin."""
     finite = np.asarray(np.isfinite(edges).all(axis=1))
+    if not finite.any():
+        return np.array([0.0, 1.0]), np.full((len(counts), 1), np.nan)
     common = np.linspace(edges[finite].min(), edges[finite].max(), counts.shape[1] + 1)
     below = np.concatenate([np.zeros((len(counts), 1)), counts.cumsum(axis=1)], axis=1)
     rows = [

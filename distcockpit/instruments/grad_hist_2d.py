@@ -16,12 +16,13 @@ FIELDS = {
 
 
 @instrument("gradients", GradHist2d=FIELDS)
-def grad_hist_2d(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def grad_hist_2d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Pairs of gradient element and parameter, coloured by the logarithm of their number, with both marginals.
 
     Schneider et al. 2021, arXiv:2102.06604, section 3.2.
     """
-    return joint(groups[0], groups[0]["counts"].isel(step=-1).values, "gradients and parameters")
+    (node,) = groups.values()
+    return joint(node, node["counts"].isel(step=-1).values, "gradients and parameters")
 
 
 def joint(node: xr.Dataset, counts: Numbers, what: str) -> Picture:

@@ -10,9 +10,9 @@ from distcockpit.instruments.picture import Pages
 
 
 @instrument("gradients", GradHist2d={**FIELDS, "counts_per_parameter": "step parameter grad_bin param_bin"})
-def grad_hist_2d_parameters(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+def grad_hist_2d_parameters(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """The newest histogram of each parameter; `GradHist2d(keep_individual=True)` stores them."""
-    (node,) = groups
+    (node,) = groups.values()
     newest = node["counts_per_parameter"].isel(step=-1)
     names = [str(name) for name in newest["parameter"].values]
     return {name: joint(node, counts, name) for name, counts in zip(names, newest.values, strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import scale, series
+from distcockpit.instruments.data import scale, side_by_side
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, GREEN, RED, Level, Picture
 
@@ -12,7 +12,7 @@ from distcockpit.instruments.picture import BLUE, GREEN, RED, Level, Picture
 @instrument(
     "gradients", NormTest={"norm_test": "step"}, InnerTest={"inner_test": "step"}, OrthoTest={"ortho_test": "step"}
 )
-def gradient_tests(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def gradient_tests(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Relative standard error of the gradient, in all directions, along it, and across it; at 1 it is the gradient.
 
     Byrd et al. 2012 (norm test); Bollapragada et al. 2018, arXiv:1710.11258 (inner product and orthogonality test).
@@ -22,7 +22,7 @@ def gradient_tests(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
         "InnerTest": ("inner_test", "inner product test: along the gradient", RED),
         "OrthoTest": ("ortho_test", "orthogonality test: across it", GREEN),
     }
-    lines = [series(node[name], *look) for node in groups for name, *look in [looks[node.attrs["quantity"]]]]
+    lines = side_by_side(groups, looks)
     return Picture(
         "noise of the batch's gradient",
         "relative standard error of the gradient [1]",

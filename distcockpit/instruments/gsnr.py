@@ -10,7 +10,8 @@ from distcockpit.instruments.picture import BLUE, Picture
 
 
 @instrument("gradients", MeanGSNR={"mean_gsnr": "step"})
-def gsnr(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def gsnr(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Mean gradient signal-to-noise ratio. Liu et al. 2020, arXiv:2001.07384."""
-    lines = [series(groups[0]["mean_gsnr"], "", BLUE)]
-    return Picture("gradient signal-to-noise ratio", named(groups[0]["mean_gsnr"]), lines, **scale(lines))
+    (node,) = groups.values()
+    lines = [series(node["mean_gsnr"], "", BLUE)]
+    return Picture("gradient signal-to-noise ratio", named(node["mean_gsnr"]), lines, **scale(lines))

@@ -12,7 +12,7 @@ from distcockpit.instruments.data import find
 from distcockpit.instruments.drawing import draw
 from distcockpit.instruments.picture import Pages, Picture
 
-View = Callable[[xr.DataTree, list[xr.Dataset]], Picture | Pages]
+View = Callable[[xr.DataTree, dict[str, xr.Dataset]], Picture | Pages]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Instrument:
         """What there is to see in this run, by a name that is unique within it; nothing, if it has no such rows."""
         found = {n: group for kind, fields in self.needs.items() for n, group in find(run, kind, **fields).items()}
         if len(self.needs) > 1:
-            return {self.name: self.view(run, list(found.values()))} if found else {}
-        return {name: self.view(run, [group]) for name, group in found.items()}
+            return {self.name: self.view(run, found)} if found else {}
+        return {name: self.view(run, {name: group}) for name, group in found.items()}
 
     def __call__(self, axes: Axes, run: xr.DataTree, group: str | None = None) -> None:
         """Draw.

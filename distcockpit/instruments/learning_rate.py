@@ -10,8 +10,9 @@ from distcockpit.instruments.picture import Picture
 
 
 @instrument("performance", LearningRate={"learning_rate": "step param_group"})
-def learning_rate(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def learning_rate(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The learning rate of each parameter group."""
-    rates = groups[0]["learning_rate"]
+    (node,) = groups.values()
+    rates = node["learning_rate"]
     lines = family(rates)
     return Picture("learning rate", named(rates), lines, **scale(lines))

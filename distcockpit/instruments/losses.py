@@ -10,10 +10,10 @@ from distcockpit.instruments.picture import CYCLE, Picture
 
 
 @instrument("performance", Loss={"loss": "step"}, log={})
-def losses(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def losses(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The pooled loss, and what was logged under a name with "loss" in it."""
     found = []
-    for node in groups:
+    for node in groups.values():
         if node.attrs.get("quantity") == "Loss":
             found.append((node["loss"], "pooled loss"))
         else:

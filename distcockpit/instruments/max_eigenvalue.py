@@ -10,12 +10,12 @@ from distcockpit.instruments.picture import BLACK, RED, Line, Picture
 
 
 @instrument("curvature", HessMaxEV={"hess_max_ev": "step"})
-def max_eigenvalue(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def max_eigenvalue(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Largest eigenvalue of the Hessian, and 2 / learning rate, above which plain gradient descent is unstable.
 
     Cohen et al. 2021, arXiv:2103.00065.
     """
-    (node,) = groups
+    (node,) = groups.values()
     lines = [series(node["hess_max_ev"], "largest eigenvalue", RED)]
     for other in find(run, "LearningRate", learning_rate="step param_group").values():
         rate = values(other["learning_rate"]).max("param_group")

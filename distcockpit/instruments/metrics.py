@@ -10,9 +10,10 @@ from distcockpit.instruments.picture import BLUE, Pages, Picture
 
 
 @instrument("performance", log={})
-def metrics(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+def metrics(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """A picture for each scalar that was logged and is no loss."""
-    found = {str(name): array for name, array in groups[0].data_vars.items() if "loss" not in str(name).lower()}
+    (node,) = groups.values()
+    found = {str(name): array for name, array in node.data_vars.items() if "loss" not in str(name).lower()}
     return {
         name: Picture(name, named(array), [series(array.dropna("step"), name, BLUE)]) for name, array in found.items()
     }

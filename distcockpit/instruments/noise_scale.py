@@ -14,12 +14,12 @@ PARTS = {name: "step" for name in ("noise", "signal", "rank_noise", "rank_signal
 
 
 @instrument("gradients", GradientNoiseScale=PARTS)
-def noise_scale(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def noise_scale(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Gradient noise scale, from smoothed parts, from samples and from ranks, beside the batch size.
 
     McCandlish et al. 2018, arXiv:1812.06162.
     """
-    (node,) = groups
+    (node,) = groups.values()
     ratios = {
         "from samples": (reading.noise_scale(node, WEIGHT, "samples"), BLUE, "solid"),
         "from ranks": (reading.noise_scale(node, WEIGHT, "ranks"), RED, "dashed"),

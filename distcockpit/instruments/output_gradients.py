@@ -10,9 +10,9 @@ from distcockpit.instruments.picture import Line, Pages, Picture
 
 
 @instrument("gradients", OutputGradientGeometry={"norm": "step layer", "correlation": "step layer"})
-def output_gradients(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+def output_gradients(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """Norms, and cosines with the tracked step before: medians and quartiles of epochs, or of parts of the run."""
-    (node,) = groups
+    (node,) = groups.values()
     pages = {}
     for field, title in {"norm": "output gradients by layer", "correlation": "do output gradients turn?"}.items():
         marks = banded(node[field])

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 
+FARTHEST = 1e100
+"""On a scale around 0; what is beyond is drawn there, as the scale itself would overflow."""
+
 # Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers, and by their lightness in print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
     "#0072B2",

@@ -28,11 +28,11 @@ WHERE_THERE = {"nonfinite_gradients", "nonfinite_losses"}
 @instrument(
     "ranks", RankDisagreement={"cosine": RANKS, "loss": RANKS, "grad_norm": RANKS}, RankHealth={"step_seconds": RANKS}
 )
-def ranks(run: xr.DataTree, groups: list[xr.Dataset]) -> Pages:
+def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what is not finite."""
     pages = {}
     for field, (title, which) in SHOWN.items():
-        for node in groups:
+        for node in groups.values():
             if field in node.data_vars and node[field].dims == ("step", "rank"):
                 steps, cells = columns(node[field], which)
                 edges = np.arange(cells.shape[1] + 1) - 0.5

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import scale, series
+from distcockpit.instruments.data import scale, side_by_side
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, RED, Picture
 
 
 @instrument("curvature", TICDiag={"tic_diag": "step"}, TICTrace={"tic_trace": "step"})
-def tic(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def tic(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """TIC from diagonals and from traces. Thomas et al. 2020, arXiv:1906.07774."""
     looks = {"TICDiag": ("tic_diag", "from diagonals", BLUE), "TICTrace": ("tic_trace", "from traces", RED)}
-    lines = [series(node[name], *look) for node in groups for name, *look in [looks[node.attrs["quantity"]]]]
+    lines = side_by_side(groups, looks)
     return Picture("Takeuchi information criterion", "TIC [loss]", lines, **scale(lines))

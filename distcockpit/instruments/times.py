@@ -18,7 +18,8 @@ PARTS = {
 
 
 @instrument("performance", RankHealth={name: "step rank" for name in PARTS})
-def times(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def times(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Time of tracked steps and their parts, on the slowest rank."""
-    lines = [series(values(groups[0][name]).max("rank"), *look) for name, look in PARTS.items()]
+    (node,) = groups.values()
+    lines = [series(values(node[name]).max("rank"), *look) for name, look in PARTS.items()]
     return Picture("time of a tracked step, slowest rank", "time [s]", lines, **scale(lines))

@@ -10,9 +10,9 @@ from distcockpit.instruments.picture import RED, Band, Line, Picture
 
 
 @instrument("curvature", HessTrace={"trace": "step parameter", "total": "step"})
-def trace(run: xr.DataTree, groups: list[xr.Dataset]) -> Picture:
+def trace(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Trace of the Hessian or of its approximation: by parameter, and of all together; estimates with their errors."""
-    (node,) = groups
+    (node,) = groups.values()
     lines: list[Line] = [*family(node["trace"]), series(node["total"], "all", RED, "dashed")]
     bands = []
     if "total_standard_error" in node.data_vars:

@@ -10,6 +10,7 @@ import numpy as np
 from distcockpit.instruments.data import thin
 from distcockpit.instruments.picture import (
     BLACK,
+    FARTHEST,
     GREY,
     Band,
     Bars,
@@ -84,7 +85,8 @@ def encoded(values: Numbers, kind: str = "f4") -> Dict:
 
 def _on_axis(values: Any, picture: Picture) -> Numbers:
     """Where values lie on the y-axis as plotly.js has it; it knows no asinh."""
-    y = np.asarray(values, dtype=float)
+    y = np.clip(np.asarray(values, dtype=float), -FARTHEST, FARTHEST) if picture.scale == "asinh" else values
+    y = np.asarray(y, dtype=float)
     return np.arcsinh(y / picture.linear) if picture.scale == "asinh" else y
 
 

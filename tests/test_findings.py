@@ -1,0 +1,190 @@
+"""Rules: each finds what it is for, keeps silent where all is well, and says what it looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from written import Written
+
+from distcockpit import open_run
+from distcockpit import quantities as q
+from distcockpit.findings import RULES, Finding, check
+from distcockpit.instruments import INSTRUMENTS
+
+N, R = 60, 4
+FALLING = np.linspace(2.0, 0.5, N)
+QUANTITIES = [
+    q.Alpha(),
+    q.GradNorm(),
+    q.RankHealth(),
+    q.RankDisagreement(),
+    q.ReplicaDrift(),
+    q.Loss(),
+    q.GradientNoiseScale(),
+]
+
+
+def healthy() -> dict[str, dict[str, Any]]:
+    random = np.random.default_rng(0)
+    losses = FALLING[:, None] * random.uniform(0.8, 1.2, (N, R))
+    return {
+        "alpha": {"alpha": random.normal(-0.1, 0.3, N), "f_start": FALLING},
+        "grad_norm": {"grad_norm": random.uniform(0.5, 1.5, (N, 6))},
+        "rank_disagreement": {"loss": losses, "grad_norm": random.uniform(0.7, 1.4, (N, R)), "cosine": 0.7},
+        "loss": {"loss": FALLING},
+        "gradient_noise_scale": {"noise": random.gamma(4, 30, N), "signal": random.gamma(4, 0.25, N)},
+    }
+
+
+def found(tmp_path: Path, **changes: dict[str, Any]) -> list[Finding]:
+    rows = healthy()
+    for group, fields in changes.items():
+        rows.setdefault(group, {}).update(fields)
+    return check(open_run(Written(tmp_path / "run", QUANTITIES).rows(N, **rows).close())).findings
+
+
+def one(findings: list[Finding], rule: str) -> Finding:
+    (finding,) = [f for f in findings if f.rule == rule]
+    return finding
+
+
+def test_a_healthy_run_has_none(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+
+
+def test_steps_that_go_too_far(tmp_path: Path) -> None:
+    alpha = np.where(np.arange(N) % 2, 0.8, 0.6)
+    finding = one(found(tmp_path, alpha={"alpha": alpha}), "effective step size far from 0")
+    assert finding.severity == "look" and "α is above 0.3 through 100% of the run" in finding.title
+    assert "is 0.7" in finding.words and finding.picture == "alpha" and "2102.06604" in finding.url
+
+
+def test_steps_that_go_too_far_and_a_loss_that_jumps(tmp_path: Path) -> None:
+    loss = FALLING.copy()
+    loss[40] = 9.0
+    finding = one(found(tmp_path, alpha={"alpha": 0.7, "f_start": loss}), "effective step size far from 0")
+    assert finding.severity == "wrong" and "jumps as well, to 9 from" in finding.words
+
+
+def test_steps_that_are_too_short(tmp_path: Path) -> None:
+    finding = one(found(tmp_path, alpha={"alpha": -0.95}), "effective step size far from 0")
+    assert finding.severity == "look" and "much too short" in finding.title
+
+
+def test_rows_without_a_fit_do_not_count(tmp_path: Path) -> None:
+    """-1 is Cockpit's sign of a concave fit, not a step that is too short."""
+    assert found(tmp_path, alpha={"alpha": -1.0, "status": 1}) == []
+
+
+@pytest.mark.parametrize("ratio, word", [(1e-5, "vanish"), (1e5, "explode")])
+def test_gradients_by_depth(tmp_path: Path, ratio: float, word: str) -> None:
+    sizes = np.repeat([ratio, np.sqrt(ratio), 1.0], 2)
+    finding = one(
+        found(tmp_path, grad_norm={"grad_norm": np.tile(sizes, (N, 1))}), "gradients that vanish or explode with depth"
+    )
+    assert finding.severity == "wrong" and f"gradients {word} towards the input" in finding.title
+    assert "0.weight" in finding.words and "4.weight" in finding.words
+
+
+def test_one_small_layer_is_no_trend(tmp_path: Path) -> None:
+    sizes = np.repeat([1.0, 1e-5, 1.0], 2)
+    assert found(tmp_path, grad_norm={"grad_norm": np.tile(sizes, (N, 1))}) == []
+
+
+def test_parameters_without_gradient(tmp_path: Path) -> None:
+    norm = healthy()["grad_norm"]["grad_norm"]
+    norm[:, 3] = 0
+    finding = one(found(tmp_path, grad_norm={"grad_norm": norm}), "parameters without a gradient")
+    assert "2.bias" in finding.words and "1 parameters" in finding.title
+
+
+@pytest.mark.parametrize(
+    "field, factor, text",
+    [("loss", 3.0, "its loss is"), ("grad_norm", 8.0, "its gradient norm is"), ("loss", 0.2, "its loss is")],
+)
+def test_a_rank_that_differs(tmp_path: Path, field: str, factor: float, text: str) -> None:
+    values = healthy()["rank_disagreement"][field].copy()
+    values[:, 2] *= factor
+    finding = one(found(tmp_path, rank_disagreement={field: values}), "a rank that differs")
+    assert finding.severity == "wrong" and finding.title.startswith(f"rank 2 differs: {text}")
+
+
+def test_a_rank_that_differs_once_is_chance(tmp_path: Path) -> None:
+    values = healthy()["rank_disagreement"]["loss"].copy()
+    values[30, 2] *= 50
+    assert found(tmp_path, rank_disagreement={"loss": values}) == []
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    bad, first = np.zeros((N, R), dtype=int), np.zeros((N, R), dtype=int)
+    bad[23:, 1], first[23:, 1] = 4, 2
+    rows = {"nonfinite_gradients": bad, "first_nonfinite_output": first}
+    finding = one(found(tmp_path, rank_health=rows), "numbers that are not finite")
+    assert finding.severity == "wrong" and finding.title == "NaN or infinity from step 23 on rank 1"
+    assert "the first layer with such an output is 2" in finding.words and "37 of 60" in finding.words
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    loss = FALLING.copy()
+    loss[50:] = np.nan
+    assert "from step 50" in one(found(tmp_path, loss={"loss": loss}), "losses that are not finite").title
+
+
+def test_a_loss_that_does_not_fall(tmp_path: Path) -> None:
+    loss = 2.3 + 0.01 * np.random.default_rng(0).normal(size=N)
+    assert one(found(tmp_path, loss={"loss": loss}), "a loss that does not fall").severity == "wrong"
+
+
+def test_replicas_that_drift(tmp_path: Path) -> None:
+    drift = np.where(np.arange(N) >= 7, 2, 0)
+    finding = one(found(tmp_path, replica_drift={"replica_drift": drift}), "replicas that drift apart")
+    assert "from step 7" in finding.title and "53 of 60" in finding.words
+
+
+def test_a_slow_rank(tmp_path: Path) -> None:
+    times = np.full((N, R), 0.1)
+    times[:, 3] = 0.4
+    finding = one(
+        found(tmp_path, rank_health={"forward_seconds": times, "outside_seconds": 0.01}), "a rank that is slow"
+    )
+    assert finding.severity == "look" and finding.title.startswith("rank 3 is slow")
+
+
+@pytest.mark.parametrize(
+    "noise, text, words", [(1e5, "times the batch size", "larger batch"), (0.1, "of the batch size", "smaller batch")]
+)
+def test_noise_scale(tmp_path: Path, noise: float, text: str, words: str) -> None:
+    parts = {"noise": noise, "signal": 1.0}
+    finding = one(found(tmp_path, gradient_noise_scale=parts), "noise scale far from the batch size")
+    assert text in finding.title and words in finding.words
+
+
+def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
+    checked = check(open_run(Written(tmp_path / "run", [q.Alpha()]).rows(20).close()))
+    assert set(checked.unchecked) == {rule.name for rule in RULES} - {"effective step size far from 0"}
+    assert checked.unchecked["gradients that vanish or explode with depth"] == "GradNorm or GradientGeometry"
+    nothing = check(open_run(Written(tmp_path / "empty", QUANTITIES).close()))
+    assert nothing.findings == [] and len(nothing.unchecked) == len(RULES)
+
+
+def test_the_surest_come_first(tmp_path: Path) -> None:
+    rows = {"alpha": {"alpha": -0.95}, "replica_drift": {"replica_drift": 1}, "gradient_noise_scale": {"noise": 1e6}}
+    assert [f.severity for f in found(tmp_path, **rows)] == ["wrong", "look", "look"]
+
+
+def test_every_rule_names_its_picture_and_its_source() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES) >= 9
+    for rule in RULES:
+        pictures = rule.picture.split()
+        assert pictures[0] in INSTRUMENTS or pictures == ["replica_drift"]  # which has no instrument of its own
+        assert len(rule.source) > 20 and (not rule.url or rule.url.startswith("https://"))
+
+
+def test_nothing_but_nan_is_no_error(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", QUANTITIES)
+    nothing = {name: {f: np.nan for f, one in g.fields.items() if one.fill != 0} for name, g in written.groups.items()}
+    rules = {f.rule for f in check(open_run(written.rows(N, **nothing).close())).findings}
+    assert rules == {"losses that are not finite"}
