@@ -19,9 +19,9 @@ def plain(text: object, longest: int = LONGEST) -> str:
     return f"{seen[:head]}…{seen[head + 1 - longest :]}"
 
 
-def for_page(text: object) -> str:
-    """For HTML, and for Plotly's texts, which know some tags."""
-    return html.escape(plain(text), quote=True)
+def for_plotly(text: object) -> str:
+    """For Plotly's texts, which know some tags, and no entities for quotes."""
+    return html.escape(plain(text), quote=False)
 
 
 def for_figure(text: object) -> str:

@@ -22,7 +22,7 @@ from distcockpit.instruments.picture import (
     Zone,
     empty,
 )
-from distcockpit.names import for_page
+from distcockpit.names import for_plotly
 
 MOST_POINTS = 30_000
 """Of all curves of a picture: a page of forty stays at some ten megabytes."""
@@ -47,9 +47,9 @@ def figure(picture: Picture) -> Dict:
             data.append(_heat(mark, picture))
     whole = {"tickformat": "d", "minallowed": low, "maxallowed": high} if picture.whole else {}
     layout: Dict = {
-        "xaxis": {"title": {"text": for_page(picture.x)}, "zeroline": False},
+        "xaxis": {"title": {"text": for_plotly(picture.x)}, "zeroline": False},
         "yaxis": {
-            "title": {"text": for_page(picture.y)},
+            "title": {"text": for_plotly(picture.y)},
             "zeroline": False,
             "range": [low, high],
             **_ticks(picture),
@@ -99,11 +99,11 @@ def _line(mark: Line, picture: Picture, most: int) -> Dict:
         "mode": "markers" if points else "lines",
         "x": encoded(x, "f8"),
         "y": encoded(_on_axis(y, picture), "f8"),
-        "name": for_page(mark.label),
+        "name": for_plotly(mark.label),
         "showlegend": bool(mark.label),
-        "meta": {"member": for_page(mark.member)},
-        "legendgroup": for_page(mark.member or mark.label),
-        "hovertemplate": "%{y:.5g}<extra>" + for_page(mark.label) + "</extra>",
+        "meta": {"member": for_plotly(mark.member)},
+        "legendgroup": for_plotly(mark.member or mark.label),
+        "hovertemplate": "%{y:.5g}<extra>" + for_plotly(mark.label) + "</extra>",
     }
     if picture.scale == "asinh":
         trace |= {
@@ -123,8 +123,8 @@ def _band(mark: Band, picture: Picture) -> list[Dict]:
         "line": {"width": 0, "color": mark.color},
         "hoverinfo": "skip",
         "showlegend": False,
-        "meta": {"member": for_page(mark.member)},
-        "legendgroup": for_page(mark.member or mark.label),
+        "meta": {"member": for_plotly(mark.member)},
+        "legendgroup": for_plotly(mark.member or mark.label),
     }
     low, high = (encoded(_on_axis(y, picture), "f8") for y in (mark.low, mark.high))
     return [{**common, "y": low}, {**common, "y": high, "fill": "tonexty", "fillcolor": _faint(mark.color, 0.2)}]
@@ -137,8 +137,8 @@ def _heat(mark: Heat, picture: Picture) -> Dict:
         "x": encoded(mark.x, "f8"),
         "y": encoded(mark.y, "f8"),
         "colorscale": "Cividis",
-        "colorbar": {"title": {"text": for_page(mark.label), "side": "right"}, "thickness": 12},
-        "hovertemplate": f"{for_page(picture.x)} %{{x:.5g}}<br>%{{y:.5g}}<br>%{{customdata:.5g}}<extra></extra>",
+        "colorbar": {"title": {"text": for_plotly(mark.label), "side": "right"}, "thickness": 12},
+        "hovertemplate": f"{for_plotly(picture.x)} %{{x:.5g}}<br>%{{y:.5g}}<br>%{{customdata:.5g}}<extra></extra>",
         "customdata": encoded(z),
     }
     if mark.log:
@@ -218,7 +218,7 @@ def _words(mark: Zone | Level, picture: Picture, low: float, high: float) -> Dic
         y, anchor = float(np.log10(y)) if picture.scale == "log" else y, "bottom"
     else:
         y, anchor = (high, "top") if np.isinf(mark.high) else (low, "bottom")
-    text = {"text": for_page(mark.label), "font": {"size": 11, "color": "#555"}, "showarrow": False}
+    text = {"text": for_plotly(mark.label), "font": {"size": 11, "color": "#555"}, "showarrow": False}
     return {**text, "xref": "x domain", "x": 0.995, "xanchor": "right", "yref": "y", "y": y, "yanchor": anchor}
 
 

@@ -102,6 +102,7 @@ def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
             if port is not None:
                 raise OSError(f"port={port}: cannot be used, {error.strerror}. Take another one, or 0.") from error
             bound.bind((HOST, 0))
+        bound.listen()  # whoever hears of the address may use it
         ready(f"http://{HOST}:{bound.getsockname()[1]}/")
         config = uvicorn.Config(application(live), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[bound])
