@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 from distcockpit.names import plain
 from distcockpit.run import noise_scale
@@ -258,7 +258,7 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
     sizes = np.array([np.prod(shapes[names[k]]) for k in weights])
     typical = np.nanmedian(norm.values[:, weights], axis=0) / np.sqrt(sizes)
     first, last = typical[0], typical[-1]
-    trend = spearmanr(np.arange(len(typical)), typical).statistic
+    trend = np.corrcoef(np.arange(len(typical)), pd.Series(typical).rank())[0, 1]  # Spearman's
     ratio = first / last
     if ratio < 1e-3 and trend > 0.6 or ratio > 1e3 and trend < -0.6:
         vanish = ratio < 1

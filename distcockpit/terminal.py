@@ -32,7 +32,7 @@ def table(run: xr.DataTree, facts: dict[str, str], name: str, size: str = "") ->
     """
     told = Table(title=Text(plain(name)), caption=Text(_facts({**facts, **({"size": size} if size else {})})))
     for column, justify in (("quantity", "left"), ("class", "left"), ("rows", "right"), ("steps", "left")):
-        told.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type] # Rich names them as literals
+        told.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type] # Rich names them as literals
     told.add_column("newest values", overflow="fold")
     for group, node in run.children.items():
         data = node.to_dataset()
