@@ -222,8 +222,8 @@ def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
     "a loss that does not fall",
     "losses",
     {"Loss": ("loss",)},
-    "Karpathy 2019: a network that learns nothing is the most common bug, and the first thing to look at",
-    "https://karpathy.github.io/2019/04/25/recipe/",
+    "Goodfellow, Bengio, Courville 2016, section 11.5: a training error that stays high points to a defect",
+    "https://www.deeplearningbook.org/contents/guidelines.html",
 )
 def _flat(run: xr.DataTree, group: xr.Dataset) -> Told:
     loss = group["loss"].values
@@ -267,7 +267,7 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
             "severity": WRONG,
             "title": f"gradients {'vanish' if vanish else 'explode'} towards the input",
             "words": f"The gradient of an element of {plain(names[weights[0]])} is typically {ratio:.1g} times that of "
-            f"{plain(names[weights[-1]])}, and {len(weights)} weights between them follow the trend: "
+            f"{plain(names[weights[-1]])}, and the {len(weights)} weights follow the trend: "
             f"{plain(names[weak])} hardly learns beside {plain(names[strong])}. Saturating activations and the "
             f"scale of the "
             "initialisation are the usual causes; ReLUs, residual connections or normalisation layers the usual "
@@ -332,7 +332,7 @@ def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
 
 @rule(
     "replicas that drift apart",
-    "replica_drift",
+    "ranks",
     {"ReplicaDrift": ("replica_drift",)},
     "Data parallelism holds the same parameters on each rank, bit for bit (Li et al. 2020, section 2.2)",
     "https://arxiv.org/abs/2006.15704",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,17 +30,27 @@ def run(*command: str, **environment: str) -> str:
 SHORT = ("--steps", "12", "--every", "4")
 
 
-def test_digits_on_four_ranks_and_read_run(tmp_path: Path) -> None:
+def cockpit(*arguments: str) -> str:
+    return run(sys.executable, "-m", "distcockpit", *arguments)
+
+
+def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
     said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, *SHORT)
     assert "on 4 ranks" in said and "alpha (3)" in said and store in said
     tree = open_run(store)
     assert tree.attrs["world_size"] == 4 and tree.attrs["state"] == "closed"
     assert (tree["alpha"]["batch_size"] == 128).all()
-    said = run(sys.executable, "examples/read_run.py", store)
+    said = cockpit("info", store)
     for name in tree.children:
         assert name in said
-    assert (tmp_path / "digits.png").stat().st_size > 20_000
+    for command, output in (("plot", "digits.png"), ("report", "digits.html")):
+        cockpit(command, store, "-o", str(tmp_path / output))
+        assert (tmp_path / output).stat().st_size > 20_000
+    assert "all committed rows" in cockpit("verify", store)
+    shutil.copytree(store, tmp_path / "copy.zarr")
+    cockpit("compare", store, str(tmp_path / "copy.zarr"), "-o", str(tmp_path / "both.html"))
+    cockpit("export", store, "-o", str(tmp_path / "events"))
 
 
 @pytest.mark.parametrize("model, optimizer", [("cnn", "adamw"), ("mlp", "sgd")])
@@ -74,7 +86,7 @@ def test_gpt2_on_four_ranks(tmp_path: Path) -> None:
     assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
     assert list(tree["loss"]["step"].values) == [0, 10, 20] and (np.diff(tree["loss"]["loss"]) < 0).all()
     assert tree.attrs["coverage"]["transformer.wpe.weight"]["route"] == "slow exact fallback"
-    run(sys.executable, "examples/read_run.py", store)
+    cockpit("plot", store, "-o", str(tmp_path / "gpt2.png"))
     assert (tmp_path / "gpt2.png").stat().st_size > 20_000
 
 
@@ -87,15 +99,23 @@ def test_digits_with_every_preset(tmp_path: Path, preset: str) -> None:
         assert f"{name} (3)" in said
         for field, array in tree[name].data_vars.items():
             assert array.dtype.kind != "f" or np.isfinite(array.isel(step=-1)).any(), (name, field)
-    run(sys.executable, "examples/read_run.py", store)
+    cockpit("plot", store, "-o", str(tmp_path / "digits.png"))
 
 
-def test_read_run_says_what_is_wrong(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/read_run.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1 and done.stderr.strip().endswith("nothing is there.")
-    assert "Traceback" not in done.stderr
+def test_three_bugs_are_found(tmp_path: Path) -> None:
+    said = run("torchrun", "--nproc_per_node=4", "examples/three_bugs.py", "--folder", str(tmp_path))
+    parts = dict(re.findall(r"^(\w+): ?(.*(?:\n  .*)*)", said, re.MULTILINE))
+    assert "nothing looks wrong" in parts["healthy"]
+    page = (ROOT / "docs/three_bugs.md").read_text()
+    for bug, words in {
+        "learning_rate": ["wrong: steps go too far: α is above 0.3"],
+        "one_rank": ["wrong: rank 2 differs: its loss", "wrong: rank 2 differs: its gradient norm"],
+        "vanishing": ["wrong: the loss does not fall", "wrong: gradients vanish towards the input"],
+    }.items():
+        for found in words:
+            assert found in parts[bug] and found in page
+        assert (tmp_path / f"bug_{bug}.png").stat().st_size > 10_000
+        assert f"](bug_{bug}.png)" in page and (ROOT / f"docs/bug_{bug}.png").exists()
 
 
 def test_launch_local(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_every_rule_names_its_picture_and_its_source() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES) >= 9
     for rule in RULES:
         pictures = rule.picture.split()
-        assert pictures[0] in INSTRUMENTS or pictures == ["replica_drift"]  # which has no instrument of its own
+        assert pictures[0] in INSTRUMENTS
         assert len(rule.source) > 20 and (not rule.url or rule.url.startswith("https://"))
 
 

@@ -24,7 +24,7 @@ from distcockpit import DistCockpit, every, instruments, open_run
 from distcockpit import quantities as q
 from distcockpit.instruments import INSTRUMENTS, panel, panels, plot_run
 from distcockpit.instruments.data import thin
-from distcockpit.instruments.picture import CYCLE, Picture
+from distcockpit.instruments.picture import CYCLE, Line, Picture
 from distcockpit.names import for_figure, plain
 
 STEPS = 24
@@ -237,6 +237,18 @@ def test_ranks_are_heat_maps_of_rank_and_step(tmp_path: Path) -> None:
         assert axes.get_ylabel() == "rank"
 
 
+def test_replicas_that_drift_are_seen_by_rank(tmp_path: Path) -> None:
+    differs = np.zeros((30, 6, 4), dtype=int)
+    differs[20:, 1:3, 2] = 1
+    rows = {"differs": differs, "replica_drift": differs.any(axis=2).sum(axis=1)}
+    run = open_run(Written(tmp_path / "run", [q.ReplicaDrift()]).rows(30, replica_drift=rows).close())
+    pages = INSTRUMENTS["ranks"].pictures(run)["ranks"]
+    assert not isinstance(pages, Picture)
+    (heat,) = pages["differs"].marks
+    np.testing.assert_array_equal(heat.z, differs[20:].sum(axis=1).T)  # type: ignore[union-attr]
+    assert heat.x[0] == 19.5  # type: ignore[union-attr]
+
+
 def test_a_rank_that_breaks_for_one_step_of_many_is_seen(tmp_path: Path) -> None:
     bad = np.zeros((3000, 4), dtype=int)
     bad[1717, 2] = 5
@@ -306,14 +318,18 @@ def test_infinities_and_signs_are_drawn(tmp_path: Path) -> None:
 def test_many_points_become_as_many_as_a_screen_shows() -> None:
     x, y = np.arange(1_000_000), np.random.default_rng(0).normal(size=1_000_000)
     y[654_321], y[123_456], y[500_000:500_400] = 1e6, -1e6, np.nan
-    few, low = thin(x, y)
+    few, low = thin(x, y, 2000)
     assert len(few) <= 4000 and (np.diff(few) > 0).all()
     assert low.max() == 1e6 and low.min() == -1e6 and few[low.argmax()] == 654_321
     np.testing.assert_array_equal(y[few], low)
-    same = thin(x[:100], y[:100])
+    same = thin(x[:100], y[:100], 2000)
     np.testing.assert_array_equal(same[1], y[:100])
+    axes = Figure().add_subplot()
+    instruments.draw(axes, Picture("many", "y [1]", [Line(x, y)]))
+    drawn_points = axes.get_lines()[0].get_ydata()
+    assert len(drawn_points) <= 4000 and np.nanmax(drawn_points) == 1e6
     gap = np.full(100_000, np.nan)
-    assert np.isnan(thin(x[:100_000], gap)[1]).all()
+    assert np.isnan(thin(x[:100_000], gap, 2000)[1]).all()
 
 
 def test_hundreds_of_layers_are_drawn(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from distcockpit import DistCockpit, every, open_run, presets, quantities
+from distcockpit.cli import cli
 from distcockpit.quantities import Quantity
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,12 @@ def test_edges() -> None:
     assert writing == {"store.py", "columns.py", "reading.py"}
     assert who_imports("zarr") - writing == {"keys.py", "cockpit.py", "run.py"}
     assert who_imports("numba") == {"kernels/numba_loops.py"} and who_imports("scipy") == {"hessian.py"}
-    assert "run.py" not in who_imports("torch") and "schema.py" not in who_imports("torch")
+    viewing = {f for f in FILES if f.startswith(("instruments/", "page/"))}
+    viewing |= {"run.py", "schema.py", "findings.py", "summary.py", "names.py", "terminal.py", "export.py", "cli.py"}
+    assert viewing <= FILES.keys() and not viewing & who_imports("torch") and len(viewing) > 30
+    drawing = {f for name in ("matplotlib", "plotly", "starlette", "uvicorn", "jinja2") for f in who_imports(name)}
+    assert {f for f in drawing if not f.startswith(("instruments/", "page/"))} == {"cli.py"}  # within functions
+    assert not who_imports("distcockpit.page") - {"cli.py", "page/content.py", "page/html.py", "page/server.py"}
     assert not who_imports("torchvision")
     assert "gradients/walk.py" in FILES and len(FILES) > 25
 
@@ -80,11 +86,13 @@ def blocks(language: str) -> list[str]:
 def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = blocks("python")
-    assert len(python) == 4
+    assert len(python) == 5
     scope: dict[str, object] = {"__name__": "readme"}
     for block in python:
         exec(compile(block, "README.md", "exec"), scope)
-    assert (tmp_path / "runs/quick.zarr").is_dir()
+    assert (tmp_path / "runs/quick.zarr").is_dir() and (tmp_path / "runs/quick.png").stat().st_size > 20_000
+    assert scope["smooth"].sizes == {"step": 4} and scope["pays"].attrs["units"] == "samples"
+    assert list(scope["table"]["alpha"]) == pytest.approx(list(scope["run"]["alpha"]["alpha"].values), nan_ok=True)
     assert open_run("runs/long.zarr").attrs["state"] == "closed" and (tmp_path / "checkpoint.pt").exists()
     assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "hardest_sample"]
     net, loss_fn, x = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.randn(8, 4)
@@ -118,10 +126,14 @@ def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    try_it, tests, gpt2 = (block.strip() for block in blocks("sh"))
+    try_it, tests, gpt2, look = (block.strip() for block in blocks("sh"))
     assert tests in (ROOT / ".ci/run").read_text()
     assert "examples/gpt2.py" in gpt2  # which test_examples runs
-    assert "examples/digits.py" in try_it and "examples/read_run.py" in try_it
+    assert "examples/digits.py" in try_it and "distcockpit plot" in try_it
+    for line in [*look.splitlines(), *try_it.split("&& ")[3:]]:
+        program, command, *arguments = line.split("#")[0].split()
+        assert program.endswith("distcockpit")
+        cli.commands[command].make_context(command, arguments)  # the options are there
     paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
     assert paths and all((ROOT / path).exists() for path in paths)
 

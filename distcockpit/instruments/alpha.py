@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.instruments.data import distribution, named, thin, values
+from distcockpit.instruments.data import distribution, named, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLACK, BLUE, GREY, ORANGE, Bars, Level, Line, Picture, Zone
 
@@ -31,8 +31,8 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
             Zone(0, np.inf, ORANGE, "too far"),
             Zone(-np.inf, 0, BLUE, "short"),
             Level(0, "to the minimum"),
-            Line(*thin(x, y), "each row", GREY, "points"),
-            Line(*thin(x, median.values), f"median of {window}", BLACK),
+            Line(x, y, "each row", GREY, "points"),
+            Line(x, median.values, f"median of {window}", BLACK),
         ],
         scale="asinh",
         right=Bars(*distribution(y, bins)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib as mpl
@@ -13,8 +14,8 @@ from matplotlib.colors import to_hex
 
 from distcockpit.instruments.picture import BLACK, SEQUENTIAL, Band, Line, Numbers
 
-MOST_ROWS = 2000
-"""Points of a curve; twice the columns of a plot on a large screen."""
+MOST_POINTS = 30_000
+"""Of all curves of a picture; ten curves have two for each column of a plot on a large screen."""
 
 MOST_NUMBERS = 4_000_000
 """Numbers that are read for one picture: 32 MB."""
@@ -55,8 +56,14 @@ def named(array: xr.DataArray, what: str = "") -> str:
     return f"{what or array.attrs.get('long_name', array.name)} [{array.attrs.get('units', '1')}]"
 
 
-def thin(x: Numbers, y: Numbers, most: int = MOST_ROWS) -> tuple[Numbers, Numbers]:
-    """At most about twice as many points as a screen shows: the lowest and the highest of each stretch, in their order.
+def thinned(lines: Sequence[Line]) -> list[Line]:
+    """Curves with no more points than a screen shows."""
+    most = max(100, MOST_POINTS // max(1, 2 * len(lines)))
+    return [replace(line, x=x, y=y) for line in lines for x, y in [thin(line.x, line.y, min(most, 2000))]]
+
+
+def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """The lowest and the highest point of each stretch, in their order.
 
     Args:
         x: Shape [n].
@@ -167,14 +174,14 @@ def distribution(values: Numbers, edges: Numbers) -> tuple[Numbers, Numbers]:
     return edges, counts
 
 
-def scale(lines: Sequence[Line]) -> dict[str, Any]:
+def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
     """The scale of the y-axis: logarithmic for curves that span much, linear around 0 where some are not above it."""
     parts = [np.abs(line.y[np.isfinite(line.y)]) for line in lines]
     sizes = np.concatenate(parts) if parts else np.empty(0)
     positive = sizes[sizes > 0]
     if not len(positive) or positive.max() < 10 * np.quantile(positive, 0.02):
         return {}
-    if all((line.y[np.isfinite(line.y)] > 0).all() for line in lines):
+    if not through_zero and all((line.y[np.isfinite(line.y)] > 0).all() for line in lines):
         return {"scale": "log"}
     return {"scale": "asinh", "linear": float(np.quantile(positive, 0.1))}
 
@@ -184,7 +191,7 @@ def batch_size(node: xr.Dataset) -> list[Line]:
     if "batch_size" not in node.coords:
         return []
     size = node["batch_size"].astype(float)
-    return [Line(*thin(size["step"].values, size.values), "batch size", BLACK, "dashed")]
+    return [Line(size["step"].values, size.values, "batch size", BLACK, "dashed")]
 
 
 def banded(array: xr.DataArray) -> list[Line | Band]:

@@ -12,6 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from distcockpit.instruments.data import thinned
 from distcockpit.instruments.picture import (
     BLACK,
     FARTHEST,
@@ -78,9 +79,10 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
     if empty(picture):
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center", color=GREY)
         return
+    lines = iter(thinned([mark for mark in picture.marks if isinstance(mark, Line)]))
     for mark in picture.marks:
         if not isinstance(mark, Zone | Level):
-            _mark(axes, mark, picture, compact)
+            _mark(axes, next(lines) if isinstance(mark, Line) else mark, picture, compact)
     _behind(axes, [mark for mark in picture.marks if isinstance(mark, Zone | Level)])
     axes.margins(x=0)
     if picture.note and not compact:
@@ -177,6 +179,6 @@ def _legend(axes: Axes, picture: Picture) -> None:
     if not entries:
         return
     beside = 1.18 if picture.right else 1.01
-    many = bool(family) or bool(picture.right)
+    many = bool(family) or bool(picture.right) or len(entries) > 4
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (beside, 1.0)} if many else {"loc": "best"}
     axes.legend(entries.values(), entries.keys(), fontsize="x-small", framealpha=0.8, **place)

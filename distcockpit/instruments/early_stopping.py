@@ -18,4 +18,4 @@ def early_stopping(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     (node,) = groups.values()
     line = series(node["early_stopping"], "criterion", BLUE)
     marks: list[Mark] = [Zone(0, float("inf"), ORANGE, "noise alone"), Level(0), line]
-    return Picture("early stopping", named(node["early_stopping"]), marks, **scale([line]))
+    return Picture("early stopping", named(node["early_stopping"]), marks, **scale([line], through_zero=True))

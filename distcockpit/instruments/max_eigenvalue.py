@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import find, named, scale, series, thin, values
+from distcockpit.instruments.data import find, named, scale, series, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLACK, RED, Line, Picture
 
@@ -20,5 +20,5 @@ def max_eigenvalue(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     for other in find(run, "LearningRate", learning_rate="step param_group").values():
         rate = values(other["learning_rate"]).max("param_group")
         limit = (2 / rate.where(rate > 0)).values
-        lines.append(Line(*thin(rate["step"].values, limit), "2 / learning rate", BLACK, "dashed"))
+        lines.append(Line(rate["step"].values, limit, "2 / learning rate", BLACK, "dashed"))
     return Picture("sharpness", named(node["hess_max_ev"]), lines, **scale(lines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xarray as xr
 
 from distcockpit import run as reading
-from distcockpit.instruments.data import batch_size, scale, thin
+from distcockpit.instruments.data import batch_size, scale
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, RED, Line, Picture
 
@@ -25,8 +25,7 @@ def noise_scale(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         "from ranks": (reading.noise_scale(node, WEIGHT, "ranks"), RED, "dashed"),
     }
     lines = [
-        Line(*thin(ratio["step"].values, ratio.values), label, color, style)
-        for label, (ratio, color, style) in ratios.items()
+        Line(ratio["step"].values, ratio.values, label, color, style) for label, (ratio, color, style) in ratios.items()
     ]
     lines += batch_size(node)
     note = f"parts smoothed with weight {WEIGHT}"

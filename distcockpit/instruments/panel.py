@@ -137,7 +137,7 @@ def _nothing(picture: Picture | Pages) -> bool:
 def plot_run(
     run: xr.DataTree | Mapping[str, xr.DataTree],
     title: str = "",
-    columns: int = 3,
+    columns: int = 4,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Figure:
     """The whole panel as a figure.
@@ -145,7 +145,7 @@ def plot_run(
     Args:
         run: What `open_run` returns, or several runs by name, which are drawn over each other.
         title: Above the panel.
-        columns: Pictures side by side.
+        columns: Pictures side by side, at most.
         progress: As for `panel`.
 
     Raises:
@@ -165,7 +165,7 @@ def plot_run(
     parts = figure.subfigures(len(sections), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, there), rows in zip(parts, sections.items(), heights, strict=True):
         part.suptitle(name.upper(), x=0.01, ha="left", fontweight="bold")
-        grid = part.subplots(rows, columns, squeeze=False).flat
+        grid = part.subplots(rows, -(-len(there) // rows), squeeze=False).flat
         for picture, axes in zip(there, grid, strict=False):
             draw(axes, picture)
         for axes in list(grid):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.instruments.data import columns, named
+from distcockpit.instruments.data import columns, named, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Pages, Picture
 
@@ -26,18 +26,31 @@ WHERE_THERE = {"nonfinite_gradients", "nonfinite_losses"}
 
 
 @instrument(
-    "ranks", RankDisagreement={"cosine": RANKS, "loss": RANKS, "grad_norm": RANKS}, RankHealth={"step_seconds": RANKS}
+    "ranks",
+    RankDisagreement={"cosine": RANKS, "loss": RANKS, "grad_norm": RANKS},
+    RankHealth={"step_seconds": RANKS},
+    ReplicaDrift={"replica_drift": "step", "differs": "step parameter rank"},
 )
 def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
-    """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what is not finite."""
+    """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what went wrong."""
     pages = {}
     for field, (title, which) in SHOWN.items():
         for node in groups.values():
             if field in node.data_vars and node[field].dims == ("step", "rank"):
-                steps, cells = columns(node[field], which)
-                edges = np.arange(cells.shape[1] + 1) - 0.5
-                note = f"the {which} of several steps in each column" if len(cells) < node.sizes["step"] else ""
-                heat = Heat(steps, edges, cells.T, named(node[field], title))
-                if field not in WHERE_THERE or (cells > 0).any():
-                    pages[field] = Picture(title, "rank", [heat], note=note, whole=True)
+                if field not in WHERE_THERE or (node[field].values > 0).any():
+                    pages[field] = _picture(node[field], title, which)
+    for node in groups.values():
+        if "differs" in node.data_vars and (node["replica_drift"].values > 0).any():
+            # Few rows differ, if any: only these are read.
+            apart = node["differs"].isel(step=np.flatnonzero(node["replica_drift"].values > 0))
+            count = values(apart).sum("parameter").assign_attrs(units="parameters")
+            pages["differs"] = _picture(count, "parameters that differ from the majority's", "max")
     return pages
+
+
+def _picture(array: xr.DataArray, title: str, which: str) -> Picture:
+    edges, cells = columns(array, which)
+    note = f"the {which} of several steps in each column" if len(cells) < array.sizes["step"] else ""
+    is_time = array.attrs.get("units") == "s"
+    heat = Heat(edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=is_time)
+    return Picture(title, "rank", [heat], note=note, whole=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distcockpit.instruments.data import thin
+from distcockpit.instruments.data import thinned
 from distcockpit.instruments.picture import (
     BLACK,
     FARTHEST,
@@ -24,9 +24,6 @@ from distcockpit.instruments.picture import (
 )
 from distcockpit.names import for_plotly
 
-MOST_POINTS = 30_000
-"""Of all curves of a picture: a page of forty stays at some ten megabytes."""
-
 BESIDE = [0.88, 1.0]
 DASHES = {"solid": "solid", "dashed": "dash", "points": "solid"}
 Dict = dict[str, Any]
@@ -35,12 +32,11 @@ Dict = dict[str, Any]
 def figure(picture: Picture) -> Dict:
     """Data and layout of a figure."""
     low, high = _range(picture)
-    lines = [mark for mark in picture.marks if isinstance(mark, Line)]
-    most = max(100, MOST_POINTS // max(1, 2 * len(lines)))
+    lines = iter(thinned([mark for mark in picture.marks if isinstance(mark, Line)]))
     data: list[Dict] = []
     for mark in picture.marks:
         if isinstance(mark, Line):
-            data.append(_line(mark, picture, most))
+            data.append(_line(next(lines), picture))
         elif isinstance(mark, Band):
             data += _band(mark, picture)
         elif isinstance(mark, Heat):
@@ -90,9 +86,8 @@ def _on_axis(values: Any, picture: Picture) -> Numbers:
     return np.arcsinh(y / picture.linear) if picture.scale == "asinh" else y
 
 
-def _line(mark: Line, picture: Picture, most: int) -> Dict:
-    x, y = thin(mark.x, mark.y, most)
-    y = np.where(np.isfinite(y), y, np.nan)
+def _line(mark: Line, picture: Picture) -> Dict:
+    x, y = mark.x, np.where(np.isfinite(mark.y), mark.y, np.nan)
     points = mark.style == "points" or len(x) == 1
     trace: Dict = {
         "type": "scatter",
