@@ -30,6 +30,14 @@ from distcockpit.run import verify as verify_run
 from distcockpit.summary import facts, summary
 
 
+class _Run(click.Path):
+    """A folder, which shells complete, or a URL."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path, with a home directory in place of a tilde that no shell has replaced."""
+        return str(value) if "://" in str(value) else os.path.expanduser(value)
+
+
 class _Options(click.ParamType):
     """Options of fsspec as JSON."""
 
@@ -47,7 +55,7 @@ class _Options(click.ParamType):
 
 
 def _takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
-    run = click.argument("run", type=click.Path(path_type=str))
+    run = click.argument("run", type=_Run())
     return run(_storage(command))
 
 
@@ -88,6 +96,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 @click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True)
 def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
     """Draw the whole panel into a file."""
+    _check_place(output, run)
     _figure({run: open_run(run, storage_options)}, output, dpi)
 
 
@@ -96,11 +105,13 @@ def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: in
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="An HTML file.")
 def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> None:
     """Write one page of HTML, with findings and interactive figures, that opens offline."""
+    _check_suffix(output, [".html", ".htm"])
+    _check_place(output, run)
     _page({run: open_run(run, storage_options)}, output)
 
 
 @cli.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=str), metavar="RUN RUN...")
+@click.argument("runs", nargs=-1, required=True, type=_Run(), metavar="RUN RUN...")
 @_storage
 @click.option(
     "-o",
@@ -115,6 +126,7 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
     """Draw several runs over each other, in the same figures."""
     if len(runs) < 2:
         _refuse(f"compare: takes two runs or more, not {len(runs)}.")
+    _check_place(output, *runs)
     trees = {name: open_run(path, storage_options) for name, path in _names(runs).items()}
     if output.suffix.lower() in (".html", ".htm"):
         _page(trees, output)
@@ -163,6 +175,7 @@ def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind:
     """Write a run in another tool's format: TensorBoard event files, or a CSV or Parquet table per quantity."""
     from distcockpit.export import FORMATS
 
+    _check_place(output, run)
     tree = open_run(run, storage_options)
     for name in only:
         if name not in tree.children:
@@ -205,13 +218,10 @@ def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
         from matplotlib.figure import Figure
 
         from distcockpit.instruments import INSTRUMENTS, plot_run
-    kinds = Figure().canvas.get_supported_filetypes()
-    if output.suffix.lower().removeprefix(".") not in kinds:
-        _refuse(f"--output {str(output)!r}: must end in one of .{', .'.join(kinds)}.")
+    _check_suffix(output, [f".{kind}" for kind in Figure().canvas.get_supported_filetypes()])
     with _progress("plot", len(INSTRUMENTS) * len(trees) + 1) as step:
         figure = plot_run(trees, ", ".join(_names(tuple(trees))), progress=step)
         step(output.name)
-        output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=dpi)
     click.echo(f"{plain(output)}")
 
@@ -224,7 +234,6 @@ def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
     named = dict(zip(_names(tuple(trees)), trees.values(), strict=True))
     with _progress("report", len(INSTRUMENTS) * len(trees)) as step:
         text = html(content(named, step))
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     click.echo(f"{plain(output)}")
 
@@ -234,7 +243,7 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
     out = _console()
     name = next(iter(_names((run,))))
     seen, shown = None, terminal.view(open_run(run, storage_options), {}, name, out.height)
-    with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal) as live:
+    with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal, transient=True) as live:
         while True:
             try:
                 token = commit(run, storage_options)
@@ -242,6 +251,8 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
                     tree = open_run(run, storage_options)
                     seen, shown = token, terminal.view(tree, facts(tree), name, out.height)
                     live.update(shown, refresh=True)
+                    if not out.is_terminal:  # a file or a pipe gets one view after the other
+                        out.print(shown)
             except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached: it may come back
                 live.update(terminal.lost(shown, str(error)), refresh=True)
                 seen = None
@@ -250,7 +261,7 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
 
 def _names(runs: tuple[str, ...]) -> dict[str, str]:
     """Short names of runs that tell them apart."""
-    short = [Path(run.rstrip("/")).name.removesuffix(".zarr") or run for run in runs]
+    short = [Path(run if "://" in run else os.path.abspath(run)).name.removesuffix(".zarr") or run for run in runs]
     if len(set(short)) < len(short):
         common = os.path.commonpath([os.path.abspath(run) for run in runs]) if not any("://" in r for r in runs) else ""
         short = [os.path.relpath(os.path.abspath(run), common) if common else run for run in runs]
@@ -261,7 +272,8 @@ def _names(runs: tuple[str, ...]) -> dict[str, str]:
 
 def _console() -> Console:
     """Rich, without its markup and highlighting: what is printed comes from stores."""
-    wide = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 140))
+    columns = os.environ.get("COLUMNS", "")
+    wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 140
     return Console(markup=False, highlight=False, emoji=False, width=wide)
 
 
@@ -297,6 +309,19 @@ def _needs(extra: str) -> Generator[None, None, None]:
 _needs_view = functools.partial(_needs, "distcockpit[view]")
 
 
+def _check_suffix(output: Path, kinds: list[str]) -> None:
+    if output.suffix.lower() not in kinds:
+        _refuse(f"--output {str(output)!r}: must end in {' or '.join(kinds)}.")
+
+
+def _check_place(output: Path, *runs: str) -> None:
+    """Nothing is written into a run."""
+    for run in runs:
+        if "://" not in run and output.resolve().is_relative_to(Path(run).resolve()):
+            _refuse(f"--output {str(output)!r}: is inside the run {run!r}, into which nothing is written.")
+    output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
+
+
 def _refuse(problem: str) -> NoReturn:
     """What was typed cannot be done.
 
@@ -328,6 +353,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = 0
     except (OSError, ValueError, ImportError) as error:
         code = _failed(str(error))
+    except MemoryError as error:
+        code = _failed(f"out of memory: {error}")
     sys.exit(code if isinstance(code, int) else 0)
 
 

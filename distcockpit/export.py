@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from distcockpit.names import plain
+from distcockpit.names import visible
 from distcockpit.run import to_dataframe
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -38,15 +38,26 @@ def _tables(
     for name, node in run.children.items():
         progress(name)
         frame = to_dataframe(node)
-        frame.columns = pd.Index([_cell(column) for column in frame.columns])
+        frame.columns = pd.Index(_different([_cell(column) for column in frame.columns]))
+        texts = [column for column in frame if frame[column].dtype.kind not in "fiubM"]
+        frame[texts] = frame[texts].map(_cell)
         paths.append(folder / f"{name}{suffix}")
         write(frame, paths[-1])
     return paths
 
 
-def _cell(name: str) -> str:
-    """A column's name that no spreadsheet executes."""
-    name = plain(name)
+def _different(names: list[str]) -> list[str]:
+    """Names that became the same when they were made visible, with numbers."""
+    seen: dict[str, int] = {}
+    for k, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        names[k] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names
+
+
+def _cell(text: object) -> str:
+    """A text that no spreadsheet executes."""
+    name = visible(text)
     return f"'{name}" if name.startswith(FORMULA) else name
 
 
@@ -55,11 +66,16 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
 
     Tags are ``quantity/field`` and ``quantity/field/name``; wall times are those of the run. NaN is left out, as
     TensorBoard has no gaps.
+
+    Raises:
+        FileExistsError: If the folder holds event files, which TensorBoard would show together with these.
     """
     from tensorboardX import SummaryWriter
 
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
+    if any("tfevents" in path.name for path in before):
+        raise FileExistsError(f"{str(folder)!r} holds event files already, to which TensorBoard would add these.")
     with SummaryWriter(str(folder)) as writer:
         for name, node in run.children.items():
             progress(name)
@@ -78,7 +94,7 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
                 if inner.ndim == 2:
                     dim = inner.dims[1]
                     known = inner[dim].values if dim in inner.coords else range(inner.shape[1])
-                    labels = [f"/{plain(label)}" for label in known]
+                    labels = _different([f"/{visible(label)}" for label in known])
                 columns = inner.values.reshape(len(steps), len(labels))
                 for label, column in zip(labels, columns.T, strict=True):
                     for step, time, value in zip(steps, times, column, strict=True):

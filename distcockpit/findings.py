@@ -13,6 +13,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from distcockpit.names import plain
+from distcockpit.rows import few, find, in_blocks, portion
 from distcockpit.run import noise_scale
 
 WRONG, LOOK = "wrong", "look"
@@ -23,6 +24,11 @@ WINDOW = 10
 
 MANY = 1 / 3
 """Share of the windows of a run from which on a finding is told."""
+
+MOST_ROWS = 4000
+"""Rows of wide arrays that a rule on what is typical looks at, at equal distances; rules on events look at all."""
+
+STEP, RANKS = "step", "step rank"
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Checked:
 
 
 Told = Iterator[dict[str, str]]
+Apply = Callable[[xr.DataTree, xr.Dataset], Told]
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Rule:
     Args:
         name: What it looks for.
         picture: See `Finding`.
-        needs: By class of quantity, the arrays that it takes; groups of any of these are handed to it.
+        needs: By class of quantity, the arrays that it takes with their dimensions; each such group is handed to it.
         source: See `Finding`.
         url: See `Finding`.
         apply: From the run, and a group, to what it tells.
@@ -83,19 +90,19 @@ class Rule:
 
     name: str
     picture: str
-    needs: dict[str, tuple[str, ...]]
+    needs: dict[str, dict[str, str]]
     source: str
     url: str
-    apply: Callable[[xr.DataTree, xr.Dataset], Told]
+    apply: Apply
 
 
 RULES: list[Rule] = []
 
 
-def rule(name: str, picture: str, needs: dict[str, tuple[str, ...]], source: str, url: str = "") -> Callable[..., Any]:
+def rule(name: str, picture: str, needs: dict[str, dict[str, str]], source: str, url: str = "") -> Callable[..., Apply]:
     """Add a rule to `RULES`."""
 
-    def add(apply: Callable[[xr.DataTree, xr.Dataset], Told]) -> Callable[[xr.DataTree, xr.Dataset], Told]:
+    def add(apply: Apply) -> Apply:
         RULES.append(Rule(name, picture, needs, source, url, apply))
         return apply
 
@@ -113,12 +120,7 @@ def check(run: xr.DataTree) -> Checked:
     """
     findings, unchecked = [], {}
     for one in RULES:
-        groups = [
-            node.to_dataset()
-            for name, node in run.children.items()
-            if set(one.needs.get(str(node.attrs.get("quantity", name)), ["-"])) <= set(node.data_vars)
-            and node.sizes.get("step")
-        ]
+        groups = [group for kind, fields in one.needs.items() for group in find(run, kind, **fields).values()]
         if not groups:
             unchecked[one.name] = " or ".join(one.needs)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -131,120 +133,154 @@ def check(run: xr.DataTree) -> Checked:
     return Checked(sorted(findings, key=lambda f: f.severity != WRONG), unchecked)
 
 
-NONFINITE = "Numbers are not finite: by definition; IEEE 754 has no way back from NaN."
+NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product of an infinity is a step"
 
 
 @rule(
     "numbers that are not finite",
     "ranks",
-    {"RankHealth": ("nonfinite_losses", "nonfinite_gradients", "first_nonfinite_output", "first_nonfinite_gradient")},
+    {
+        "RankHealth": {
+            "nonfinite_losses": RANKS,
+            "nonfinite_gradients": RANKS,
+            "first_nonfinite_output": RANKS,
+            "first_nonfinite_gradient": RANKS,
+        }
+    },
     NONFINITE,
 )
 def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
-    bad = (group["nonfinite_losses"].values > 0) | (group["nonfinite_gradients"].values > 0)
-    rows = np.flatnonzero(bad.any(axis=1))
-    if not len(rows):
+    steps, rows = group["step"].values, group.sizes["step"]
+    bad = np.zeros((rows, group.sizes["rank"]), dtype=bool)
+    for field in ("nonfinite_losses", "nonfinite_gradients"):
+        for start, block in in_blocks(group[field]):
+            bad[start : start + len(block)] |= block > 0
+    found = np.flatnonzero(bad.any(axis=1))
+    if not len(found):
         return
-    first, ranks = rows[0], np.flatnonzero(bad[rows[0]])
+    first, ranks = found[0], np.flatnonzero(bad[found[0]])
     where = []
     for field, what in (("first_nonfinite_output", "output"), ("first_nonfinite_gradient", "output gradient")):
-        names = str(group[field].attrs.get("flag_meanings", "none")).split()
-        index = int(group[field].values[first, ranks[0]])
+        names = str(group[field].attrs.get("flag_meanings", "none")).split(" ")
+        index = int(group[field][first].values[ranks[0]])
         if 0 < index < len(names):
             where.append(f"the first layer with such an {what} is {plain(names[index])}")
     told = f"; {' and '.join(where)}" if where else ""
+    lasts = found[-1] >= rows - 2
     yield {
-        "severity": WRONG,
-        "title": f"NaN or infinity from step {int(group['step'][first])} on rank {_listed(ranks)}",
-        "words": f"Losses or gradients are not finite at {len(rows)} of {len(bad)} tracked steps{told}. A gradient "
-        f"that is "
-        "not finite on one rank makes the parameters of all ranks so with the next update. Look for a logarithm or a "
-        "division of 0, for half precision without loss scaling, and at the data of that rank.",
+        "severity": WRONG if lasts else LOOK,
+        "title": f"NaN or infinity {'from' if lasts else 'at'} step {int(steps[first])} on rank {_listed(ranks)}",
+        "words": f"Losses or gradients are not finite at {len(found)} of {rows} tracked steps{told}. "
+        + (
+            "With the next update a gradient that is not finite on one rank makes the parameters of all ranks so. "
+            "Look for "
+            "a logarithm or a division of 0, for half precision without loss scaling, and at the data of that rank."
+            if lasts
+            else f"The last such step is {int(steps[found[-1]])}, and the run went on. Steps at which a loss scale "
+            f"was too "
+            "large are skipped, and are as they should be; anything else is worth a look at the data of that rank."
+        ),
     }
 
 
-@rule("losses that are not finite", "losses", {"Loss": ("loss",)}, NONFINITE)
+@rule("losses that are not finite", "losses", {"Loss": {"loss": STEP}}, NONFINITE)
 def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
-    rows = np.flatnonzero(~np.isfinite(group["loss"].values))
+    bad = ~np.isfinite(group["loss"].values)
+    rows = np.flatnonzero(bad)
     if len(rows):
+        lasts = bool(bad[-2:].all())
+        yield {
+            "severity": WRONG if lasts else LOOK,
+            "title": f"the loss is not finite {'from' if lasts else 'at'} step {int(group['step'][rows[0]])}",
+            "words": f"The pooled loss is NaN or infinite at {len(rows)} of {len(bad)} tracked steps; of a batch "
+            f"without "
+            "samples it is NaN, too.",
+        }
+
+
+@rule(
+    "a loss that jumps or does not fall",
+    "losses",
+    {"Loss": {"loss": STEP}},
+    "Goodfellow, Bengio, Courville 2016, section 11.5: a training error that stays high points to a defect",
+    "https://www.deeplearningbook.org/contents/guidelines.html",
+)
+def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
+    loss = group["loss"].values
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < WINDOW:
+        return
+    begin, last = loss[:3].min(), loss[-WINDOW:]
+    end, scatter = np.median(last), np.median(np.abs(last - np.median(last))) * 1.5
+    above = np.count_nonzero(loss > 1.5 * begin)
+    if begin > 0 and above >= 2:
         yield {
             "severity": WRONG,
-            "title": f"the loss is not finite from step {int(group['step'][rows[0]])}",
-            "words": f"The pooled loss is NaN or infinite at {len(rows)} of {group.sizes['step']} tracked steps.",
+            "title": f"the loss jumps: to {loss.max():.3g}, from {begin:.3g} at the start",
+            "words": f"At {above} of {len(loss)} tracked steps it is more than 1.5 times what it was at the start; "
+            f"now it is "
+            f"{end:.3g}. A learning rate that is too large is the usual cause, or data that are not what the rest is.",
+        }
+    elif len(loss) >= 5 * WINDOW and end > begin - max(0.02 * abs(begin), 2 * scatter):
+        yield {
+            "severity": LOOK,
+            "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
+            "words": f"The median of the last {WINDOW} of {len(loss)} rows is not below the start by more than "
+            f"their scatter. "
+            "That is as it should be for a run that began where another one ended. Else nothing was learned: look "
+            "at the "
+            "learning rate, at gradients that vanish, and at what the model is given.",
         }
 
 
 @rule(
     "effective step size far from 0",
     "alpha",
-    {"Alpha": ("alpha", "status", "f_start")},
+    {"Alpha": {"alpha": STEP, "status": STEP}},
     "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update, 1 one to where the loss is as "
     "high "
     "again on the other side",
     "https://arxiv.org/abs/2102.06604",
 )
 def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
-    fitted = group["alpha"].values[group["status"].values == 0]
+    alpha = group["alpha"].values
+    fitted = alpha[(group["status"].values == 0) & np.isfinite(alpha)]
     middle = _windows(fitted)
     if not len(middle):
         return
-    too_far, too_short = np.mean(middle > 0.3), np.mean(middle < -0.8)
-    typical = f"the median of all {len(fitted)} fitted rows is {np.median(fitted):.2g}"
-    if too_far >= MANY:
-        loss = group["f_start"].values
-        begin, highest = np.nanmedian(loss[:WINDOW]), np.nanmax(loss[WINDOW:], initial=-np.inf)
-        jumps = highest > 1.5 * begin > 0
-        yield {
-            "severity": WRONG if jumps else LOOK,
-            "title": f"steps go too far: α is above 0.3 through {too_far:.0%} of the run",
-            "words": f"Steps end beyond the minimum along their own direction; {typical}. "
-            + (
-                f"The loss jumps as well, to {highest:.3g} from {begin:.3g} at the start: the learning rate is too "
-                f"large "
-                "for this curvature. Try a third of it, or a warm-up."
-                if jumps
-                else "A little of it is common in runs that learn fast. If the loss stalls or jumps, a smaller "
-                "learning "
-                "rate is the first thing to try."
-            ),
-        }
-    if too_short >= MANY:
+    typical = np.median(fitted)
+    rows = f"of the {len(fitted)} rows with a fit, of {len(alpha)} in all, the median is {typical:.2g}"
+    too_far, too_short, uphill = (np.mean(far) for far in (middle > 0.3, (middle >= -1) & (middle < -0.8), middle < -1))
+    if too_far >= MANY and typical > 0.2:
         yield {
             "severity": LOOK,
-            "title": f"steps are much too short: α is below -0.8 through {too_short:.0%} of the run",
-            "words": f"A step covers less than a tenth of the way to the minimum along its own direction; "
-            f"{typical}. Early "
-            "in training that is time lost to a small learning rate or a long warm-up; late in a decay it is meant.",
+            "title": f"steps go too far: α is above 0.3 in {too_far:.0%} of the run",
+            "words": f"Steps end beyond the minimum along their own direction; {rows}. A little of it is common in "
+            f"runs that "
+            "learn fast. If the loss stalls or jumps, a smaller learning rate is the first thing to try.",
         }
-
-
-@rule(
-    "a loss that does not fall",
-    "losses",
-    {"Loss": ("loss",)},
-    "Goodfellow, Bengio, Courville 2016, section 11.5: a training error that stays high points to a defect",
-    "https://www.deeplearningbook.org/contents/guidelines.html",
-)
-def _flat(run: xr.DataTree, group: xr.Dataset) -> Told:
-    loss = group["loss"].values
-    loss = loss[np.isfinite(loss)]
-    if len(loss) < 5 * WINDOW:
-        return
-    begin, end = np.median(loss[:WINDOW]), np.median(loss[-WINDOW:])
-    if end > begin - 0.02 * abs(begin):
+    if too_short >= MANY and typical < -0.7:
+        yield {
+            "severity": LOOK,
+            "title": f"steps are much too short: α is below -0.8 in {too_short:.0%} of the run",
+            "words": f"A step covers less than a fifth of the way to the minimum along its own direction; {rows}. "
+            f"Early in "
+            "training that is time lost to a small learning rate or a long warm-up; late in a decay it is meant.",
+        }
+    if uphill >= MANY and typical < -1:
         yield {
             "severity": WRONG,
-            "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
-            "words": f"Medians of the first and the last {WINDOW} of {len(loss)} rows. Nothing was learned, or it "
-            f"was lost "
-            "again: look at the learning rate, at gradients that vanish, and at what the model is given.",
+            "title": f"steps go uphill: α is below -1 in {uphill:.0%} of the run",
+            "words": f"The minimum along the step's direction lies behind it; {rows}. Look at the sign of the "
+            f"update, and at "
+            "a momentum that still carries on.",
         }
 
 
 @rule(
     "gradients that vanish or explode with depth",
     "grad_norm gradient_geometry",
-    {"GradNorm": ("grad_norm",), "GradientGeometry": ("norm",)},
+    {"GradNorm": {"grad_norm": "step parameter"}, "GradientGeometry": {"norm": "step parameter"}},
     "Glorot and Bengio 2010, section 4.2: gradients should be of one size in all layers; Hochreiter 1991",
     "https://proceedings.mlr.press/v9/glorot10a.html",
 )
@@ -255,130 +291,125 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
     weights = [k for k, name in enumerate(names) if len(shapes.get(name, ())) >= 2]
     if len(weights) < 3:
         return
-    sizes = np.array([np.prod(shapes[names[k]]) for k in weights])
-    typical = np.nanmedian(norm.values[:, weights], axis=0) / np.sqrt(sizes)
-    first, last = typical[0], typical[-1]
+    sizes = np.array([np.prod(shapes[names[k]], dtype=float) for k in weights])
+    typical = np.nanmedian(portion(norm, MOST_ROWS * 250).values[:, weights], axis=0) / np.sqrt(sizes)
+    ratio = typical[0] / typical[-1]
     trend = np.corrcoef(np.arange(len(typical)), pd.Series(typical).rank())[0, 1]  # Spearman's
-    ratio = first / last
-    if ratio < 1e-3 and trend > 0.6 or ratio > 1e3 and trend < -0.6:
-        vanish = ratio < 1
-        weak, strong = (weights[0], weights[-1]) if vanish else (weights[-1], weights[0])
+    if (ratio < 1e-3 and trend > 0.6) or (ratio > 1e3 and trend < -0.6):
+        first, last = plain(names[weights[0]]), plain(names[weights[-1]])
+        weak, strong = (first, last) if ratio < 1 else (last, first)
         yield {
             "severity": WRONG,
-            "title": f"gradients {'vanish' if vanish else 'explode'} towards the input",
-            "words": f"The gradient of an element of {plain(names[weights[0]])} is typically {ratio:.1g} times that of "
-            f"{plain(names[weights[-1]])}, and the {len(weights)} weights follow the trend: "
-            f"{plain(names[weak])} hardly learns beside {plain(names[strong])}. Saturating activations and the "
-            f"scale of the "
-            "initialisation are the usual causes; ReLUs, residual connections or normalisation layers the usual "
-            "ways out.",
+            "title": f"gradients {'vanish' if ratio < 1 else 'explode'} towards the input",
+            "words": f"The gradient of an element of {first} is typically {ratio:.1g} times that of {last}, and the "
+            f"{len(weights)} weights follow the trend: {weak} hardly learns beside {strong}. Saturating activations "
+            f"and the "
+            "scale of the initialisation are the usual causes; ReLUs, residual connections or normalisation layers the "
+            "usual ways out.",
         }
 
 
 @rule(
     "parameters without a gradient",
     "grad_norm gradient_geometry",
-    {"GradNorm": ("grad_norm",), "GradientGeometry": ("norm",)},
-    "A gradient of exactly 0 means that the loss does not depend on the parameter",
+    {"GradNorm": {"grad_norm": "step parameter"}, "GradientGeometry": {"norm": "step parameter"}},
+    "By definition: a gradient of exactly 0 means that the loss does not depend on the parameter",
 )
 def _no_gradient(run: xr.DataTree, group: xr.Dataset) -> Told:
     norm = group["grad_norm" if "grad_norm" in group else "norm"]
-    never = np.isfinite(norm.values).any(axis=0) & (np.nan_to_num(norm.values) == 0).all(axis=0)
-    dead = [str(name) for name in norm["parameter"].values[never]]
-    if dead and len(dead) < norm.sizes["parameter"] and norm.sizes["step"] >= WINDOW:
+    looked = portion(norm, MOST_ROWS * 250).values
+    dead = [str(name) for name in norm["parameter"].values[(looked == 0).all(axis=0)]]
+    if dead and len(dead) < norm.sizes["parameter"] and len(looked) >= WINDOW:
         yield {
             "severity": LOOK,
-            "title": f"{len(dead)} parameters never get a gradient",
-            "words": f"Their gradient is exactly 0 at all {norm.sizes['step']} tracked steps: {_some(dead)}. They "
-            f"are unused, "
-            "cut off by a detach, or behind units that are dead.",
+            "title": f"{len(dead)} of {norm.sizes['parameter']} parameters never get a gradient",
+            "words": f"Their gradient is exactly 0 at all {len(looked)} rows that were looked at: {_some(dead)}. "
+            f"They are "
+            "unused, cut off by a detach, or behind units that are dead.",
         }
 
 
 @rule(
     "a rank that differs",
     "ranks",
-    {"RankDisagreement": ("grad_norm", "cosine", "loss")},
+    {"RankDisagreement": {"grad_norm": RANKS, "loss": RANKS}},
     "All ranks draw from one distribution (Li et al. 2020, PyTorch Distributed, section 2.2: data parallelism averages "
     "gradients of equal meaning), so that a rank is the extreme one only by chance",
     "https://arxiv.org/abs/2006.15704",
 )
 def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
-    ranks = group.sizes["rank"]
-    if ranks < 2 or group.sizes["step"] < WINDOW:
-        return
     for field, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        values = group[field].values
-        for rank in range(ranks):
-            others = np.nanmedian(np.delete(values, rank, axis=1), axis=1)
-            ratio = values[:, rank] / others
-            ratio = ratio[np.isfinite(ratio)]
-            if len(ratio) < WINDOW:
-                continue
-            typical, above = np.median(ratio), np.mean(ratio > 1)
-            if typical > 2 and above >= 0.9 or ranks > 2 and typical < 0.5 and above <= 0.1:
-                share = above if typical > 1 else 1 - above
-                alone = "" if ranks > 2 else " With two ranks it may as well be the other one that is unusual."
-                yield {
-                    "severity": WRONG,
-                    "title": f"rank {rank} differs: its {what} is {typical:.2g} times that of the others",
-                    "words": f"The {what} on rank {rank} is {'above' if typical > 1 else 'below'} the median of the "
-                    f"other "
-                    f"ranks at {share:.0%} of {len(ratio)} tracked steps. Ranks differ by chance, not always in the "
-                    f"same "
-                    f"direction: look at what this rank reads, and how it is prepared.{alone}",
-                }
+        values = few(group[field], MOST_ROWS).values
+        values = values[(values > 0).all(axis=1)]  # ratios of losses that may be negative mean nothing
+        if len(values) < 2 * WINDOW or values.shape[1] < 2:
+            continue
+        ratio = values / _others(values)
+        typical, above = np.median(ratio, axis=0), np.mean(ratio > 1, axis=0)
+        low = (typical < 0.5) & (above <= 0.1) if values.shape[1] > 2 else np.zeros(values.shape[1], dtype=bool)
+        for rank in np.flatnonzero((typical > 2) & (above >= 0.9) | low):
+            side, share = ("above", above[rank]) if typical[rank] > 1 else ("below", 1 - above[rank])
+            alone = "" if values.shape[1] > 2 else " With two ranks it may as well be the other one that is unusual."
+            yield {
+                "severity": WRONG,
+                "title": f"rank {rank} differs: its {what} is {typical[rank]:.2g} times that of the others",
+                "words": f"The {what} on rank {rank} is {side} the median of the ranks at {share:.0%} of "
+                f"{len(values)} tracked "
+                "steps. Ranks differ by chance, not always in the same direction: look at what this rank reads, and "
+                "how it "
+                f"is prepared.{alone}",
+            }
 
 
 @rule(
     "replicas that drift apart",
     "ranks",
-    {"ReplicaDrift": ("replica_drift",)},
+    {"ReplicaDrift": {"replica_drift": STEP}},
     "Data parallelism holds the same parameters on each rank, bit for bit (Li et al. 2020, section 2.2)",
     "https://arxiv.org/abs/2006.15704",
 )
 def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
-    rows = np.flatnonzero(group["replica_drift"].values > 0)
+    drift = group["replica_drift"].values
+    rows = np.flatnonzero(drift > 0)
     if len(rows):
         yield {
             "severity": WRONG,
             "title": f"ranks hold different parameters from step {int(group['step'][rows[0]])}",
-            "words": f"At {len(rows)} of {group.sizes['step']} tracked steps parameters differ between ranks, "
-            f"{int(group['replica_drift'].values.max())} at most. Something updates them by other numbers on each "
-            f"rank.",
+            "words": f"At {len(rows)} of {len(drift)} tracked steps parameters differ between ranks, "
+            f"{int(drift.max())} at "
+            "most. Something updates them by other numbers on each rank.",
         }
 
 
 @rule(
     "a rank that is slow",
     "ranks",
-    {"RankHealth": ("forward_seconds", "outside_seconds")},
+    {"RankHealth": {"forward_seconds": RANKS, "outside_seconds": RANKS}},
     "All wait for the slowest: times before the first exchange are each rank's own (Ousterhout et al. 2015, blocked "
     "time "
     "analysis)",
     "https://www.usenix.org/conference/nsdi15/technical-sessions/presentation/ousterhout",
 )
 def _slow(run: xr.DataTree, group: xr.Dataset) -> Told:
-    own = (group["forward_seconds"] + group["outside_seconds"]).values
-    ranks = own.shape[1]
-    if ranks < 2 or len(own) < WINDOW:
+    own = few(group["forward_seconds"], MOST_ROWS).values + few(group["outside_seconds"], MOST_ROWS).values
+    own = own[np.isfinite(own).all(axis=1)]
+    if len(own) < 2 * WINDOW or own.shape[1] < 2:
         return
-    for rank in range(ranks):
-        ratio = own[:, rank] / np.nanmedian(np.delete(own, rank, axis=1), axis=1)
-        if np.nanmedian(ratio) > 1.5 and np.mean(ratio > 1) >= 0.9:
-            yield {
-                "severity": LOOK,
-                "title": f"rank {rank} is slow: {np.nanmedian(ratio):.2g} times the time of the others",
-                "words": f"Forward pass and what lies outside of `track` take {np.nanmedian(own[:, rank]):.2g} s on "
-                f"rank "
-                f"{rank}, and all ranks wait for it. Look at its data loading, its device, and what else runs there.",
-            }
+    ratio = own / _others(own)
+    typical = np.median(ratio, axis=0)
+    for rank in np.flatnonzero((typical > 1.5) & (np.mean(ratio > 1, axis=0) >= 0.9)):
+        yield {
+            "severity": LOOK,
+            "title": f"rank {rank} is slow: {typical[rank]:.2g} times the time of the others",
+            "words": f"Forward pass and what lies outside of `track` take {np.median(own[:, rank]):.2g} s on rank "
+            f"{rank}, and "
+            "all ranks wait for it. Look at its data loading, its device, and what else runs there.",
+        }
 
 
 @rule(
     "noise scale far from the batch size",
     "noise_scale",
-    {"GradientNoiseScale": ("noise", "signal")},
+    {"GradientNoiseScale": {"noise": STEP, "signal": STEP}},
     "McCandlish et al. 2018, section 2.2: far below the noise scale larger batches save steps, far above it they "
     "save next "
     "to none",
@@ -390,39 +421,40 @@ def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
         return
     scale = float(noise_scale(last, weight=0.95)[-1])
     batch = float(np.median(last["batch_size"]))
-    if not np.isfinite(scale) or 0.1 * batch <= scale <= 10 * batch:
+    if not (np.isfinite(scale) and scale > 0 and batch > 0) or 0.1 * batch <= scale <= 10 * batch:
         return
-    above = scale > batch
+    times = f"{scale / batch:.2g} times" if scale > batch else f"1/{batch / scale:.2g} of"
     yield {
         "severity": LOOK,
-        "title": f"the gradient noise scale is {_times(scale / batch)} the batch size",
+        "title": f"the gradient noise scale is {times} the batch size",
         "words": f"In the last {last.sizes['step']} rows it is about {scale:.3g} samples, the batch has {batch:.3g}. "
         + (
             "The gradient is mostly noise: a larger batch, by more ranks or by accumulation, would save steps "
             "nearly in "
             "proportion."
-            if above
+            if scale > batch
             else "The gradient is nearly exact: a smaller batch would need about as many steps, and less of everything."
         ),
     }
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2g} times" if ratio >= 1 else f"1/{1 / ratio:.2g} of"
+def _others(values: NDArray[Any]) -> NDArray[Any]:
+    """What ranks are compared with, for values [steps, ranks]: the median of all, or of two ranks the other one."""
+    return values[:, ::-1] if values.shape[1] == 2 else np.median(values, axis=1, keepdims=True)
 
 
 def _windows(values: NDArray[Any]) -> NDArray[Any]:
     """Medians over `WINDOW` rows each; of all, if there are fewer but at least half as many."""
     if len(values) < WINDOW // 2:
         return np.empty(0)
-    return np.median(np.lib.stride_tricks.sliding_window_view(values, min(WINDOW, len(values))), axis=1)
+    return pd.Series(values).rolling(min(WINDOW, len(values))).median().dropna().to_numpy()
 
 
 def _listed(ranks: NDArray[Any]) -> str:
-    few = ", ".join(map(str, ranks[:4]))
-    return few if len(ranks) <= 4 else f"{few} and {len(ranks) - 4} more"
+    few_ranks = ", ".join(map(str, ranks[:4]))
+    return few_ranks if len(ranks) <= 4 else f"{few_ranks} and {len(ranks) - 4} more"
 
 
 def _some(names: list[str]) -> str:
-    few = ", ".join(map(plain, names[:4]))
-    return few if len(names) <= 4 else f"{few} and {len(names) - 4} more"
+    shown = ", ".join(map(plain, names[:4]))
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

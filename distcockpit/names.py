@@ -12,16 +12,21 @@ FORBIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 def plain(text: object, longest: int = LONGEST) -> str:
     """One line of visible characters; what is not visible is replaced, and what is too long is cut in the middle."""
-    seen = "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in FORBIDDEN else c for c in str(text))
+    seen = visible(text)
     if len(seen) <= longest:
         return seen
     head = longest // 2
     return f"{seen[:head]}…{seen[head + 1 - longest :]}"
 
 
-def for_plotly(text: object) -> str:
-    """For Plotly's texts, which know some tags, and no entities for quotes."""
-    return html.escape(plain(text), quote=False)
+def visible(text: object) -> str:
+    """The whole text, with something to be seen in place of each character that is not."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in FORBIDDEN else c for c in str(text))
+
+
+def for_plotly(text: object, longest: int = LONGEST) -> str:
+    """For Plotly's texts, which know some tags and templates, and no entities for quotes."""
+    return html.escape(plain(text, longest), quote=False).replace("%{", "&#37;{")
 
 
 def for_figure(text: object) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ CODECS = ({"bytes", "blosc"}, {"vlen-utf8", "blosc"})
 MAX_CHUNK_BYTES = 1 << 30
 MAX_LABEL_BYTES = 1 << 26
 MAX_DOCUMENT_BYTES = 1 << 28
+MOST_PROBLEMS = 1000
 CHUNK = re.compile(r"(?P<array>.+)/c/\d+(/\d+)*")
 
 
@@ -50,14 +51,21 @@ class Run:
         """What zarr and xarray read; it checks each chunk."""
         return _Checked(self.keys.store(), self.documents, {p: _chunk_bytes(d) for p, d in self.arrays.items()})
 
-    def chunks(self, path: str) -> list[str]:
+    def chunks(self, path: str) -> Iterator[str]:
         """The keys of the chunks that an array must have."""
+        for index in itertools.product(*map(range, self._grid(path))):
+            yield "/".join([path, "c", *map(str, index)])
+
+    def n_chunks(self, path: str) -> int:
+        """How many these are."""
+        return math.prod(self._grid(path))
+
+    def _grid(self, path: str) -> list[int]:
         document = self.arrays[path]
         shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
         # Ranks that came in a later part of the run have no chunks in the parts before.
         sizes = [c if dim == "rank" else n for n, c, dim in zip(shape, chunk, document["dimension_names"], strict=True)]
-        counts = [range(math.ceil(n / c)) for n, c in zip(sizes, chunk, strict=True)]
-        return ["/".join([path, "c", *map(str, index)]) for index in itertools.product(*counts)]
+        return [math.ceil(n / c) for n, c in zip(sizes, chunk, strict=True)]
 
 
 def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> Run:
@@ -75,6 +83,7 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
     keys = keys_of(store, storage_options)
     problem, (data, root) = f"store={keys.name!r}: is no run of distcockpit", _root(keys)
     try:
+        _check_root(root["attributes"])
         arrays = dict(_checked(root["consolidated_metadata"]["metadata"]))
         for path, document in arrays.items():
             if path.endswith("/step"):
@@ -142,9 +151,12 @@ def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
 
 def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
     """What is damaged: chunks that are missing, which would read as fill values, or cannot be decoded. Reads all."""
-    told = []
-    chunks = [(key, document) for path, document in run.arrays.items() for key in run.chunks(path)]
+    told: list[str] = []
+    total = sum(run.n_chunks(path) for path in run.arrays)
+    chunks = ((key, document) for path, document in run.arrays.items() for key in run.chunks(path))
     for done, (key, document) in enumerate(chunks, start=1):
+        if len(told) == MOST_PROBLEMS:
+            return [*told, f"and perhaps more: {total - done + 1} chunks were not looked at"]
         data = run.keys.get_one(key)
         if data is None:
             told.append(f"{key} is missing")
@@ -154,7 +166,7 @@ def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
                 Blosc().decode(data)
             except (ValueError, RuntimeError) as error:
                 told.append(f"{key} is damaged: {error}")
-        progress(done, len(chunks))
+        progress(done, total)
     return told
 
 
@@ -170,7 +182,10 @@ def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
             raise UnsafeStoreError(f"{path!r} is no name of a group or an array")
         if document["zarr_format"] != 3 or document["node_type"] not in ("group", "array"):
             raise UnsafeStoreError(f"{path!r} is no group or array of Zarr v3")
+        _check_attributes(path, document.get("attributes", {}))
         if document["node_type"] == "group":
+            if f"{path}/step" not in metadata:
+                raise UnsafeStoreError(f"{path!r} has no array 'step'")
             continue
         grid, codecs = document["chunk_grid"], [codec["name"] for codec in document["codecs"]]
         shape, chunk = document["shape"], grid["configuration"]["chunk_shape"]
@@ -182,9 +197,59 @@ def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
         separator = document["chunk_key_encoding"]
         if separator["name"] != "default" or separator.get("configuration", {}).get("separator", "/") != "/":
             raise UnsafeStoreError(f"{path!r} names its chunks otherwise")
+        dims = document.get("dimension_names") or []
+        if (
+            len(dims) != len(shape)
+            or not all(isinstance(dim, str) for dim in dims)
+            or dims[:1] not in (["step"], [names[1]])
+        ):
+            raise UnsafeStoreError(f"{path!r} has the dimensions {dims}")
         if _chunk_bytes(document)[1] > MAX_CHUNK_BYTES or math.prod(map(float, shape[1:])) > MAX_CHUNK_BYTES:
             raise UnsafeStoreError(f"{path!r} has chunks of shape {chunk}, which is more than {MAX_CHUNK_BYTES} bytes")
         yield path, document
+
+
+TEXTS = ("coordinates", "quantity", "description", "source", "long_name", "units", "flag_meanings")
+
+
+def _check_attributes(path: str, attributes: Mapping[str, Any]) -> None:
+    """Whether attributes are those that distcockpit writes: xarray computes with some others, such as scale_factor.
+
+    Raises:
+        UnsafeStoreError: If not.
+    """
+    for name, value in attributes.items():
+        if name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "dtype"):
+            raise UnsafeStoreError(f"{path!r} has the attribute {name!r}")
+        if (name in TEXTS and not isinstance(value, str)) or (name == "options" and not isinstance(value, dict)):
+            raise UnsafeStoreError(f"{path!r} has the attribute {name!r} with {value!r}")
+
+
+ROOT_TYPES = {
+    "versions": dict,
+    "parameters": dict,
+    "segments": list,
+    "world_size": int,
+    "config": dict,
+    "coverage": dict,
+}
+
+
+def _check_root(attributes: Mapping[str, Any]) -> None:
+    """Whether what the root says of the run has the types that readers rely on.
+
+    Raises:
+        UnsafeStoreError: If not.
+    """
+    for name, kind in ROOT_TYPES.items():
+        if name in attributes and not isinstance(attributes[name], kind):
+            raise UnsafeStoreError(f"the attribute {name!r} is {attributes[name]!r}")
+    for shape in attributes.get("parameters", {}).values():
+        if not isinstance(shape, list) or not all(type(n) is int for n in shape):
+            raise UnsafeStoreError(f"a parameter has the shape {shape!r}")
+    for part in attributes.get("segments", []):
+        if not isinstance(part, dict) or not isinstance(part.get("versions", {}), dict):
+            raise UnsafeStoreError(f"a segment is {part!r}")
 
 
 def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:

@@ -42,7 +42,10 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     run = open_store(store, storage_options)
     opened: Any = run.store()  # xarray takes stores of zarr, though its types do not say so
     chunks: dict[str, int] | None = {} if find_spec("dask") else None
-    return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
+    try:
+        return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"store={run.keys.name!r}: is no run of distcockpit that is in order: {error!r}.") from error
 
 
 def verify(

@@ -33,7 +33,8 @@ def facts(run: xr.DataTree) -> dict[str, str]:
 
 def _with_rows(run: xr.DataTree) -> list[xr.Dataset]:
     groups = [node.to_dataset() for node in run.children.values()]
-    return [g for g in groups if g.sizes.get("step") and "wall_time" in g.coords and g["wall_time"].dtype.kind == "M"]
+    there = [g for g in groups if g.sizes.get("step") and "wall_time" in g.coords and g["wall_time"].dtype.kind == "M"]
+    return [group for group in there if not np.isnat(group["wall_time"].values[-1])]
 
 
 def summary(run: xr.DataTree, name: str, size: int) -> dict[str, Any]:

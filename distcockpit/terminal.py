@@ -65,6 +65,8 @@ def newest(data: xr.Dataset, most: int = 4) -> str:
     words = []
     for name, array in data.data_vars.items():
         known = array.dropna("step") if array.dims == ("step",) else array
+        if "step" not in array.dims:
+            continue
         value = (known if known.sizes["step"] else array).isel(step=-1).values
         meanings = str(array.attrs.get("flag_meanings", "")).split()
         if value.ndim:
@@ -123,16 +125,17 @@ def _numbers(run: xr.DataTree) -> Iterator[tuple[str, int, float, str, str]]:
         main = [name for name in (group, "total") if name in data]
         for name, array in data[main[:1] or [str(name) for name in data.data_vars]].data_vars.items():
             if array.dims == ("step",) and array.dtype.kind == "f":
-                values = array.values[-10_000:]
+                values = array[-10_000:].values
                 known = np.flatnonzero(np.isfinite(values))
                 at = int(known[-1]) if len(known) and group == "log" else -1  # log has gaps by nature
                 label = group if name == group else f"{group}/{name}"
                 unit = str(array.attrs.get("units", "1"))
-                yield label, int(data["step"].values[-10_000:][at]), values[at], unit, sparkline(values)
+                yield label, int(data["step"][-10_000:].values[at]), values[at], unit, sparkline(values)
 
 
 def sparkline(values: NDArray[Any], width: int = 40) -> str:
     """Means of stretches as bars from the least to the greatest; a space where nothing is finite."""
+    values = np.clip(values, -1e300, 1e300)  # differences and sums of what is beyond overflow
     parts = [part[np.isfinite(part)] for part in np.array_split(values, min(width, len(values)))]
     means = [part.mean() if len(part) else math.nan for part in parts]
     known = [m for m in means if math.isfinite(m)]

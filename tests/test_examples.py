@@ -108,9 +108,9 @@ def test_three_bugs_are_found(tmp_path: Path) -> None:
     assert "nothing looks wrong" in parts["healthy"]
     page = (ROOT / "docs/three_bugs.md").read_text()
     for bug, words in {
-        "learning_rate": ["wrong: steps go too far: α is above 0.3"],
+        "learning_rate": ["wrong: the loss jumps", "look: steps go too far: α is above 0.3"],
         "one_rank": ["wrong: rank 2 differs: its loss", "wrong: rank 2 differs: its gradient norm"],
-        "vanishing": ["wrong: the loss does not fall", "wrong: gradients vanish towards the input"],
+        "vanishing": ["look: the loss does not fall", "wrong: gradients vanish towards the input"],
     }.items():
         for found in words:
             assert found in parts[bug] and found in page

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from written import Written
+from written import Written, model
 
 from distcockpit import open_run
 from distcockpit import quantities as q
@@ -58,15 +58,40 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
 def test_steps_that_go_too_far(tmp_path: Path) -> None:
     alpha = np.where(np.arange(N) % 2, 0.8, 0.6)
     finding = one(found(tmp_path, alpha={"alpha": alpha}), "effective step size far from 0")
-    assert finding.severity == "look" and "α is above 0.3 through 100% of the run" in finding.title
-    assert "is 0.7" in finding.words and finding.picture == "alpha" and "2102.06604" in finding.url
+    assert finding.severity == "look" and "α is above 0.3 in 100% of the run" in finding.title
+    assert (
+        "of the 60 rows with a fit, of 60 in all, the median is 0.7" in finding.words
+        and finding.picture == "alpha"
+        and "2102.06604" in finding.url
+    )
 
 
-def test_steps_that_go_too_far_and_a_loss_that_jumps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", [slice(1, 4), slice(40, 43)])
+def test_a_loss_that_jumps(tmp_path: Path, when: slice) -> None:
+    loss = FALLING.copy()
+    loss[when] = 9.0
+    finding = one(found(tmp_path, loss={"loss": loss}), "a loss that jumps or does not fall")
+    assert finding.severity == "wrong" and "the loss jumps: to 9, from" in finding.title
+
+
+def test_one_row_that_is_high_is_chance(tmp_path: Path) -> None:
     loss = FALLING.copy()
     loss[40] = 9.0
-    finding = one(found(tmp_path, alpha={"alpha": 0.7, "f_start": loss}), "effective step size far from 0")
-    assert finding.severity == "wrong" and "jumps as well, to 9 from" in finding.words
+    assert found(tmp_path, loss={"loss": loss}) == []
+
+
+def test_steps_around_the_minimum_are_well(tmp_path: Path) -> None:
+    """A third of the run somewhat too far, and the typical step just right."""
+    assert found(tmp_path, alpha={"alpha": np.where(np.arange(N) < 22, 0.5, 0.0)}) == []
+
+
+def test_steps_uphill(tmp_path: Path) -> None:
+    finding = one(found(tmp_path, alpha={"alpha": -3.0}), "effective step size far from 0")
+    assert finding.severity == "wrong" and "steps go uphill" in finding.title
+
+
+def test_infinite_steps_are_no_steps(tmp_path: Path) -> None:
+    assert found(tmp_path, alpha={"alpha": np.where(np.arange(N) % 2, np.inf, -np.inf)}) == []
 
 
 def test_steps_that_are_too_short(tmp_path: Path) -> None:
@@ -98,7 +123,7 @@ def test_parameters_without_gradient(tmp_path: Path) -> None:
     norm = healthy()["grad_norm"]["grad_norm"]
     norm[:, 3] = 0
     finding = one(found(tmp_path, grad_norm={"grad_norm": norm}), "parameters without a gradient")
-    assert "2.bias" in finding.words and "1 parameters" in finding.title
+    assert "2.bias" in finding.words and "1 of 6 parameters" in finding.title
 
 
 @pytest.mark.parametrize(
@@ -110,6 +135,31 @@ def test_a_rank_that_differs(tmp_path: Path, field: str, factor: float, text: st
     values[:, 2] *= factor
     finding = one(found(tmp_path, rank_disagreement={field: values}), "a rank that differs")
     assert finding.severity == "wrong" and finding.title.startswith(f"rank 2 differs: {text}")
+
+
+def test_losses_below_zero_are_not_compared_by_ratio(tmp_path: Path) -> None:
+    values = -healthy()["rank_disagreement"]["loss"]
+    values[:, 2] *= 3
+    assert found(tmp_path, rank_disagreement={"loss": values}) == []
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    norm = np.random.default_rng(0).uniform(0.9, 1.1, (N, 2)) * [1, 5]
+    written = Written(tmp_path / "run", [q.RankDisagreement()], model(ranks=2))
+    findings = check(open_run(written.rows(N, rank_disagreement={"grad_norm": norm}).close())).findings
+    assert len(findings) == 1 and findings[0].title.startswith("rank 1 differs: its gradient norm is")
+    assert "With two ranks it may as well be the other one" in findings[0].words
+
+
+def test_many_ranks_take_no_longer_than_they_should(tmp_path: Path) -> None:
+    """What is computed grows with the number of ranks, not with its square: 600 of them are nothing."""
+    written = Written(tmp_path / "run", [q.RankDisagreement(), q.RankHealth()], model(ranks=600))
+    values = np.random.default_rng(0).uniform(0.9, 1.1, (N, 600))
+    values[:, 411] *= 4
+    findings = check(open_run(written.rows(N, rank_disagreement={"loss": values}).close())).findings
+    assert [f.title for f in findings] == [one(findings, "a rank that differs").title] and "rank 411" in findings[
+        0
+    ].title
 
 
 def test_a_rank_that_differs_once_is_chance(tmp_path: Path) -> None:
@@ -130,12 +180,25 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     loss = FALLING.copy()
     loss[50:] = np.nan
-    assert "from step 50" in one(found(tmp_path, loss={"loss": loss}), "losses that are not finite").title
+    finding = one(found(tmp_path, loss={"loss": loss}), "losses that are not finite")
+    assert "from step 50" in finding.title and finding.severity == "wrong"
+
+
+def test_numbers_that_were_not_finite_once(tmp_path: Path) -> None:
+    """Loss scales begin too large, by design."""
+    bad, loss = np.zeros((N, R), dtype=int), FALLING.copy()
+    bad[2, 1], loss[2] = 4, np.inf
+    findings = found(tmp_path, rank_health={"nonfinite_gradients": bad}, loss={"loss": loss})
+    finding = one(findings, "numbers that are not finite")
+    assert finding.severity == "look" and finding.title == "NaN or infinity at step 2 on rank 1"
+    assert "The last such step is 2, and the run went on" in finding.words
+    assert one(findings, "losses that are not finite").severity == "look"
 
 
 def test_a_loss_that_does_not_fall(tmp_path: Path) -> None:
     loss = 2.3 + 0.01 * np.random.default_rng(0).normal(size=N)
-    assert one(found(tmp_path, loss={"loss": loss}), "a loss that does not fall").severity == "wrong"
+    finding = one(found(tmp_path, loss={"loss": loss}), "a loss that jumps or does not fall")
+    assert finding.severity == "look" and "the loss does not fall" in finding.title
 
 
 def test_replicas_that_drift(tmp_path: Path) -> None:
@@ -146,11 +209,16 @@ def test_replicas_that_drift(tmp_path: Path) -> None:
 
 def test_a_slow_rank(tmp_path: Path) -> None:
     times = np.full((N, R), 0.1)
-    times[:, 3] = 0.4
+    times[:, 3], times[:12, 1] = 0.4, np.nan
     finding = one(
         found(tmp_path, rank_health={"forward_seconds": times, "outside_seconds": 0.01}), "a rank that is slow"
     )
     assert finding.severity == "look" and finding.title.startswith("rank 3 is slow")
+
+
+@pytest.mark.parametrize("parts", [{"noise": 0.0}, {"noise": -5.0}, {"signal": 0.0}, {"noise": np.inf}])
+def test_noise_scales_that_are_none(tmp_path: Path, parts: dict[str, float]) -> None:
+    assert found(tmp_path, gradient_noise_scale={"noise": 100.0, "signal": 1.0} | parts) == []
 
 
 @pytest.mark.parametrize(

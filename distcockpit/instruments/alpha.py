@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from distcockpit.instruments.data import distribution, named, values
@@ -20,7 +21,7 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     data = values(node["alpha"])
     x, y = data["step"].values, data.values
     window = max(1, min(len(y) // 10, 51))
-    median = data.rolling(step=window, center=True, min_periods=1).median()
+    median = pd.Series(y).rolling(window, center=True, min_periods=1).median().to_numpy()
     known = y[np.isfinite(y)]
     reach = max(2.0, *np.abs(np.quantile(known, [0.001, 0.999]))) if len(known) else 2.0
     bins = np.sinh(np.linspace(-np.arcsinh(reach), np.arcsinh(reach), 41))
@@ -32,7 +33,7 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
             Zone(-np.inf, 0, BLUE, "short"),
             Level(0, "to the minimum"),
             Line(x, y, "each row", GREY, "points"),
-            Line(x, median.values, f"median of {window}", BLACK),
+            Line(x, median, f"median of {window}", BLACK),
         ],
         scale="asinh",
         right=Bars(*distribution(y, bins)),

@@ -5,8 +5,20 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.instruments.data import MOST_COLUMNS, edges_of, family, few, named, scale, series, values
+from distcockpit.instruments.data import (
+    MOST_COLUMNS,
+    MOST_MEMBERS,
+    edges_of,
+    family,
+    left_out,
+    named,
+    scale,
+    series,
+    some,
+    values,
+)
 from distcockpit.instruments.picture import BLUE, Heat, Pages, Picture
+from distcockpit.rows import few
 
 MOST_CURVES = 64
 """Of what has no names: more are a heat map."""
@@ -20,17 +32,24 @@ def anything(name: str, node: xr.Dataset) -> Pages:
 
 
 def _picture(title: str, array: xr.DataArray) -> Picture:
+    note = left_out(array)
     if array.ndim == 2 and array.dims[1] not in array.coords and array.shape[1] > MOST_CURVES:
-        rows = values(few(array, MOST_COLUMNS))
+        rows = values(few(some(array), MOST_COLUMNS))
         heat = Heat(edges_of(rows["step"].values), np.arange(rows.shape[1] + 1) - 0.5, rows.values.T, named(array))
-        return Picture(title, str(array.dims[1]), [heat])
+        return Picture(title, str(array.dims[1]), [heat], note=note)
     if array.ndim <= 2:
         lines = [series(array, "", BLUE)] if array.ndim == 1 else family(array)
-        return Picture(title, named(array), lines, **scale(lines))
+        return Picture(title, named(array), lines, **scale(lines), note=note)
     newest = array.isel(step=-1)
-    cells = newest.values.reshape(newest.shape[0], -1)
+    cut = newest.isel({dim: slice(MOST_MEMBERS) for dim in newest.dims})
+    cells = cut.values.reshape(cut.shape[0], -1)[:, :MOST_COLUMNS]
+    note = "" if cells.size == newest.size else f"the first {cells.shape[0]} × {cells.shape[1]} cells of {newest.shape}"
     y, x = (np.arange(n + 1) - 0.5 for n in cells.shape)
     heat = Heat(x, y, cells, named(array))
     return Picture(
-        f"{title}, step {int(array['step'][-1])}", str(newest.dims[0]), [heat], x=" × ".join(map(str, newest.dims[1:]))
+        f"{title}, step {int(array['step'][-1])}",
+        str(newest.dims[0]),
+        [heat],
+        x=" × ".join(map(str, newest.dims[1:])),
+        note=note,
     )

@@ -1,4 +1,4 @@
-"""From a run to what a picture needs: which groups there are, their numbers, and as many of them as a screen shows."""
+"""From the rows of a run to marks: curves, bands and cells, and as many of them as a screen shows."""
 
 from __future__ import annotations
 
@@ -12,43 +12,20 @@ import numpy as np
 import xarray as xr
 from matplotlib.colors import to_hex
 
-from distcockpit.instruments.picture import BLACK, SEQUENTIAL, Band, Line, Numbers
+from distcockpit.instruments.picture import BLACK, FARTHEST, SEQUENTIAL, Band, Line, Mark, Numbers
+from distcockpit.rows import across, in_blocks, portion
 
 MOST_POINTS = 30_000
 """Of all curves of a picture; ten curves have two for each column of a plot on a large screen."""
 
-MOST_NUMBERS = 4_000_000
-"""Numbers that are read for one picture: 32 MB."""
-
-
 MOST_COLUMNS = 400
 """Columns of a heat map over steps."""
 
+MOST_CELLS = 200_000
+"""Of a heat map."""
+
 MOST_MEMBERS = 256
 """Curves of one picture; of more names, as many at equal distances."""
-
-
-def find(run: xr.DataTree, kind: str, **fields: str) -> dict[str, xr.Dataset]:
-    """The groups of a class of quantities that have rows, by name.
-
-    Args:
-        run: A run.
-        kind: Name of the class, ``"HessTrace"``; the groups may have any names.
-        fields: Arrays that the group must have, with their dimensions, ``trace="step parameter"``.
-    """
-
-    def fits(node: xr.DataTree) -> bool:
-        there = node.data_vars
-        return bool(node.sizes.get("step")) and all(
-            name in there and there[name].dims == tuple(dims.split()) and there[name].dtype.kind in "fiu"
-            for name, dims in fields.items()
-        )
-
-    return {
-        name: node.to_dataset()
-        for name, node in run.children.items()
-        if node.attrs.get("quantity", name) == kind and fits(node)
-    }
 
 
 def named(array: xr.DataArray, what: str = "") -> str:
@@ -56,14 +33,26 @@ def named(array: xr.DataArray, what: str = "") -> str:
     return f"{what or array.attrs.get('long_name', array.name)} [{array.attrs.get('units', '1')}]"
 
 
-def thinned(lines: Sequence[Line]) -> list[Line]:
-    """Curves with no more points than a screen shows."""
-    most = max(100, MOST_POINTS // max(1, 2 * len(lines)))
-    return [replace(line, x=x, y=y) for line in lines for x, y in [thin(line.x, line.y, min(most, 2000))]]
+def thinned(marks: Sequence[Mark]) -> list[Mark]:
+    """Marks whose curves have no more points than a screen shows."""
+    lines = sum(isinstance(mark, Line) for mark in marks)
+    most = min(2000, max(100, MOST_POINTS // max(1, 2 * lines)))
+    return [_thinned(mark, most) for mark in marks]
+
+
+def _thinned(mark: Mark, most: int) -> Mark:
+    if isinstance(mark, Line):
+        x, y = thin(mark.x, mark.y, most)
+        return replace(mark, x=x, y=y)
+    if isinstance(mark, Band) and len(mark.x) > most:
+        starts = np.linspace(0, len(mark.x), most + 1).astype(int)[:-1]
+        low, high = np.fmin.reduceat(mark.low, starts), np.fmax.reduceat(mark.high, starts)
+        return replace(mark, x=mark.x[starts], low=low, high=high)
+    return mark
 
 
 def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """The lowest and the highest point of each stretch, in their order.
+    """The lowest and the highest point of each stretch in their order, gaps, and both ends.
 
     Args:
         x: Shape [n].
@@ -74,25 +63,29 @@ def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
         return x, y
     edges = np.linspace(0, len(y), most + 1).astype(int)
     known = np.isfinite(y)
-    low = np.where(known, y, np.inf)
-    high = np.where(known, y, -np.inf)
-    kept = []
+    low, high = np.where(known, y, np.inf), np.where(known, y, -np.inf)
+    kept = {0, len(y) - 1}
     for start, end in zip(edges[:-1], edges[1:], strict=True):
-        kept += sorted({start + int(np.argmin(low[start:end])), start + int(np.argmax(high[start:end]))})
-    index = np.array(kept)
+        kept |= {start + int(np.argmin(low[start:end])), start + int(np.argmax(high[start:end]))}
+        if not known[start:end].all():
+            kept.add(start + int(np.argmin(known[start:end])))  # the gap stays one
+    index = np.array(sorted(kept))
     return x[index], y[index]
 
 
-def few(array: xr.DataArray, most: int) -> xr.DataArray:
-    """At most so many rows, at equal distances, first and last among them; as stored, not read yet."""
-    rows = array.sizes["step"]
-    return array if rows <= most else array.isel(step=np.linspace(0, rows - 1, most).astype(int))
-
-
 def values(array: xr.DataArray) -> xr.DataArray:
-    """The numbers, step first; fewer rows of what would be too many to read."""
-    across = max(1, array.size // max(1, array.sizes["step"]))
-    return few(array.transpose("step", ...), max(1, MOST_NUMBERS // across)).load()
+    """The numbers, step first; fewer rows of what would be too many to read, which `left_out` says."""
+    return portion(array.transpose("step", ...)).load()
+
+
+def left_out(array: xr.DataArray) -> str:
+    """What a picture of an array [step, names] does not show, in words."""
+    shown = some(array) if array.ndim > 1 else array
+    rows, all_rows = portion(shown).sizes["step"], array.sizes["step"]
+    words = (
+        [f"{shown.shape[1]} of {array.shape[1]} names"] if shown.ndim > 1 and shown.shape[1] < array.shape[1] else []
+    )
+    return ", ".join([*words, *([f"{rows} of {all_rows} rows, at equal distances"] if rows < all_rows else [])])
 
 
 def some(array: xr.DataArray) -> xr.DataArray:
@@ -145,6 +138,11 @@ def side_by_side(groups: Mapping[str, xr.Dataset], looks: Mapping[str, tuple[str
     return lines
 
 
+def scalars(node: xr.Dataset) -> dict[str, xr.DataArray]:
+    """The numbers per step of a group."""
+    return {str(n): a for n, a in node.data_vars.items() if a.dims == ("step",) and a.dtype.kind in "fiu"}
+
+
 def edges_of(steps: Numbers) -> Numbers:
     """Edges of the columns of a heat map: half-way between the rows."""
     x = np.asarray(steps, dtype=float)
@@ -183,7 +181,7 @@ def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
         return {}
     if not through_zero and all((line.y[np.isfinite(line.y)] > 0).all() for line in lines):
         return {"scale": "log"}
-    return {"scale": "asinh", "linear": float(np.quantile(positive, 0.1))}
+    return {"scale": "asinh", "linear": max(float(np.quantile(positive, 0.1)), 1 / FARTHEST)}
 
 
 def batch_size(node: xr.Dataset) -> list[Line]:
@@ -212,9 +210,14 @@ def banded(array: xr.DataArray) -> list[Line | Band]:
     return marks
 
 
-def columns(array: xr.DataArray, which: str, most: int = 800) -> tuple[Numbers, Numbers]:
-    """Edges of columns, and the least or the greatest of an array [step, rank] within each."""
-    data = values(array)
+def columns(array: xr.DataArray, which: str) -> tuple[Numbers, Numbers]:
+    """Edges of columns, and the least or the greatest of an array [step, rank] within each; every row is read."""
     reduce = {"min": np.fmin, "max": np.fmax}[which]
-    starts = np.unique(np.linspace(0, len(data), min(most, len(data)) + 1).astype(int)[:-1])
-    return edges_of(data["step"].values[starts]), reduce.reduceat(data.values, starts, axis=0)
+    rows, edges = array.sizes["step"], edges_of(array["step"].values)
+    most = max(100, min(800, MOST_CELLS // across(array)))
+    starts = np.unique(np.linspace(0, rows, min(most, rows) + 1).astype(int)[:-1])
+    cells = []
+    for begin, block in in_blocks(array, starts):
+        inside = starts[(starts >= begin) & (starts < begin + len(block))] - begin
+        cells.append(reduce.reduceat(block, inside, axis=0))
+    return np.append(edges[starts], edges[-1]), np.concatenate(cells)

@@ -79,11 +79,10 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
     if empty(picture):
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center", color=GREY)
         return
-    lines = iter(thinned([mark for mark in picture.marks if isinstance(mark, Line)]))
-    for mark in picture.marks:
+    for mark in thinned(picture.marks):
         if not isinstance(mark, Zone | Level):
-            _mark(axes, next(lines) if isinstance(mark, Line) else mark, picture, compact)
-    _behind(axes, [mark for mark in picture.marks if isinstance(mark, Zone | Level)])
+            _mark(axes, mark, picture, compact)
+    _behind(axes, [mark for mark in picture.marks if isinstance(mark, Zone | Level)], picture)
     axes.margins(x=0)
     if picture.note and not compact:
         axes.text(0.01, 0.01, for_figure(picture.note), transform=axes.transAxes, fontsize="x-small", color=GREY)
@@ -109,7 +108,7 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
 
 def _mark(axes: Axes, mark: Line | Band | Heat, picture: Picture, compact: bool) -> None:
     if isinstance(mark, Line):
-        y = np.clip(mark.y, -FARTHEST, FARTHEST) if picture.scale == "asinh" else mark.y
+        y = np.clip(mark.y, -FARTHEST, FARTHEST) if picture.scale != "log" else mark.y
         look: dict[str, Any] = {"linestyle": DASHES[mark.style], "linewidth": 0.8 if compact else 1.3}
         if mark.style == "points" or len(mark.x) == 1:
             look |= {"marker": ".", "markersize": 3 if len(mark.x) > 200 else 5}
@@ -132,11 +131,11 @@ def _mark(axes: Axes, mark: Line | Band | Heat, picture: Picture, compact: bool)
             axes.tick_params(labelsize=6)
 
 
-def _behind(axes: Axes, marks: Sequence[Zone | Level]) -> None:
+def _behind(axes: Axes, marks: Sequence[Zone | Level], picture: Picture) -> None:
     """Zones and levels, within the range of the data; a level that is far away does not squeeze them."""
     low, high = axes.get_ylim()
     for mark in marks:
-        if isinstance(mark, Level):
+        if isinstance(mark, Level) and (mark.y > 0 or picture.scale != "log"):
             axes.axhline(mark.y, color=BLACK, linewidth=0.8, zorder=1, label=mark.label or "_")
             low, high = min(low, mark.y), max(high, mark.y)
     for mark in marks:

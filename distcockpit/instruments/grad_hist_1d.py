@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.instruments.data import MOST_COLUMNS, edges_of, few, named
+from distcockpit.instruments.data import MOST_COLUMNS, edges_of, named
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Numbers, Picture
+from distcockpit.rows import few
 
 
 @instrument("gradients", GradHist1d={"counts": "step bin", "edges": "step edge"})

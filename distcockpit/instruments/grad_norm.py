@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import family, named, scale, series
+from distcockpit.instruments.data import family, left_out, named, scale, series
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import RED, Picture
 
@@ -14,4 +14,10 @@ def grad_norm(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Norm of the gradient: by parameter, from the first (dark) to the last (light), and of all together."""
     (node,) = groups.values()
     lines = [*family(node["grad_norm"]), series(node["total"], "all", RED, "dashed")]
-    return Picture("gradient norm", named(node["total"], "norm of the mean gradient"), lines, **scale(lines))
+    return Picture(
+        "gradient norm",
+        named(node["total"], "norm of the mean gradient"),
+        lines,
+        **scale(lines),
+        note=left_out(node["grad_norm"]),
+    )

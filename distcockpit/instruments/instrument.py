@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import xarray as xr
 from matplotlib.axes import Axes
 
-from distcockpit.instruments.data import find
 from distcockpit.instruments.drawing import draw
 from distcockpit.instruments.picture import Pages, Picture
+from distcockpit.rows import find
 
 View = Callable[[xr.DataTree, dict[str, xr.Dataset]], Picture | Pages]
 
@@ -32,9 +32,13 @@ class Instrument:
     needs: Mapping[str, Mapping[str, str]]
     view: View
 
+    def groups(self, run: xr.DataTree) -> dict[str, xr.Dataset]:
+        """The groups of a run that it shows, by name."""
+        return {n: group for kind, fields in self.needs.items() for n, group in find(run, kind, **fields).items()}
+
     def pictures(self, run: xr.DataTree) -> dict[str, Picture | Pages]:
         """What there is to see in this run, by a name that is unique within it; nothing, if it has no such rows."""
-        found = {n: group for kind, fields in self.needs.items() for n, group in find(run, kind, **fields).items()}
+        found = self.groups(run)
         if len(self.needs) > 1:
             return {self.name: self.view(run, found)} if found else {}
         return {name: self.view(run, {name: group}) for name, group in found.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import scale, series
+from distcockpit.instruments.data import scalars, scale, series
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import CYCLE, Picture
 
@@ -12,11 +12,11 @@ from distcockpit.instruments.picture import CYCLE, Picture
 @instrument("performance", Loss={"loss": "step"}, log={})
 def losses(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The pooled loss, and what was logged under a name with "loss" in it."""
-    found = []
-    for node in groups.values():
+    found: list[tuple[xr.DataArray, str]] = []
+    for name, node in groups.items():
         if node.attrs.get("quantity") == "Loss":
-            found.append((node["loss"], "pooled loss"))
+            found.append((node["loss"], "pooled loss" if not found else f"pooled loss ({name})"))
         else:
-            found += [(array, str(name)) for name, array in node.data_vars.items() if "loss" in str(name).lower()]
+            found += [(array.dropna("step"), key) for key, array in scalars(node).items() if "loss" in key.lower()]
     lines = [series(array, name, CYCLE[k % len(CYCLE)]) for k, (array, name) in enumerate(found)]
     return Picture("losses", "loss [loss]", lines, **scale(lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import named, series
+from distcockpit.instruments.data import named, scalars, series
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, Pages, Picture
 
@@ -13,7 +13,5 @@ from distcockpit.instruments.picture import BLUE, Pages, Picture
 def metrics(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """A picture for each scalar that was logged and is no loss."""
     (node,) = groups.values()
-    found = {str(name): array for name, array in node.data_vars.items() if "loss" not in str(name).lower()}
-    return {
-        name: Picture(name, named(array), [series(array.dropna("step"), name, BLUE)]) for name, array in found.items()
-    }
+    found = {name: array.dropna("step") for name, array in scalars(node).items() if "loss" not in name.lower()}
+    return {name: Picture(name, named(array), [series(array, name, BLUE)]) for name, array in found.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import banded, named, scale
+from distcockpit.instruments.data import banded, left_out, named, scale
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Line, Pages, Picture
 
@@ -17,5 +17,11 @@ def output_gradients(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     for field, title in {"norm": "output gradients by layer", "correlation": "do output gradients turn?"}.items():
         marks = banded(node[field])
         scaled = scale([m for m in marks if isinstance(m, Line)]) if field == "norm" else {}
-        pages[field] = Picture(title, named(node[field]), marks, **scaled, note="median and quartiles")
+        pages[field] = Picture(
+            title,
+            named(node[field]),
+            marks,
+            **scaled,
+            note=", ".join(filter(None, ["median and quartiles", left_out(node[field])])),
+        )
     return pages

@@ -10,6 +10,7 @@ import xarray as xr
 
 from distcockpit import instruments
 from distcockpit.instruments.anything import anything
+from distcockpit.instruments.data import scale
 from distcockpit.instruments.drawing import MOST_PAGES, draw
 from distcockpit.instruments.picture import CYCLE, Band, Heat, Line, Pages, Picture, empty
 from distcockpit.names import for_figure
@@ -46,17 +47,17 @@ def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None)
     by_section = sorted(instruments.INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
     for one in by_section:
         progress(one.name)
+        shown |= set(one.groups(run))
         for name, picture in one.pictures(run).items():
-            shown |= set(one.needs)
             if not _nothing(picture):
                 yield Place(name if name == one.name else f"{one.name}-{name}", one.section, picture)
     for name, node in run.children.items():
-        if node.attrs.get("quantity", name) in shown or not node.sizes.get("step"):
+        if name in shown or not node.sizes.get("step"):
             continue
         progress(name)
         pages = anything(name, node.to_dataset())
         if not _nothing(pages):
-            yield Place(name, "more", pages)
+            yield Place(f"more-{name}", "more", pages)
 
 
 def panels(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> list[Place]:
@@ -100,11 +101,10 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
     first = next(iter(of_runs.values()))
     fixed = [mark for mark in first.marks if not isinstance(mark, Line | Band)]
     moving = [mark for run, p in of_runs.items() for mark in _of_run(run, p, colors[run])]
-    scales = {p.scale for p in of_runs.values()}
-    widest = next((p for kind in ("asinh", "log") for p in of_runs.values() if p.scale == kind), first)
-    if scales == {"linear", "log"}:
-        widest = next(p for p in of_runs.values() if p.scale == "log")
-    return replace(first, marks=[*fixed, *moving], scale=widest.scale, linear=widest.linear, right=None, top=None)
+    merged = replace(first, marks=[*fixed, *moving], right=None, top=None)
+    if {p.scale for p in of_runs.values()} == {"asinh"}:
+        return merged
+    return replace(merged, **{"scale": "linear", **scale([mark for mark in moving if isinstance(mark, Line)])})
 
 
 def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:

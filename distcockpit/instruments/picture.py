@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[Any]
 
 FARTHEST = 1e100
-"""On a scale around 0; what is beyond is drawn there, as the scale itself would overflow."""
+"""What is beyond is drawn there, but on logarithmic axes, as the computation of their ends would overflow."""
 
 # Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers, and by their lightness in print.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
@@ -146,5 +146,10 @@ Pages = Mapping[str, Picture]
 
 def empty(picture: Picture) -> bool:
     """Whether there is nothing to see: no mark has a finite number."""
-    values = [getattr(mark, name) for mark in picture.marks for name in ("y", "high", "z") if name in vars(mark)]
-    return not any(np.isfinite(np.asarray(v, dtype=float)).any() for v in values if not np.isscalar(v))
+    for mark in picture.marks:
+        if isinstance(mark, Heat) and not (np.isfinite(mark.x).all() and np.isfinite(mark.y).all()):
+            continue
+        values = {Line: "y", Band: "high", Heat: "z"}.get(type(mark))
+        if values and np.isfinite(np.asarray(getattr(mark, values), dtype=float)).any():
+            return False
+    return True

@@ -8,6 +8,7 @@ import xarray as xr
 from distcockpit.instruments.data import columns, named, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Pages, Picture
+from distcockpit.rows import in_blocks
 
 RANKS = "step rank"
 SHOWN = {
@@ -35,10 +36,10 @@ def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what went wrong."""
     pages = {}
     for field, (title, which) in SHOWN.items():
-        for node in groups.values():
+        for name, node in groups.items():
             if field in node.data_vars and node[field].dims == ("step", "rank"):
-                if field not in WHERE_THERE or (node[field].values > 0).any():
-                    pages[field] = _picture(node[field], title, which)
+                if field not in WHERE_THERE or any((block > 0).any() for _, block in in_blocks(node[field])):
+                    pages[field if field not in pages else f"{field} ({name})"] = _picture(node[field], title, which)
     for node in groups.values():
         if "differs" in node.data_vars and (node["replica_drift"].values > 0).any():
             # Few rows differ, if any: only these are read.

@@ -19,7 +19,7 @@ PARTS = {
 
 @instrument("performance", RankHealth={name: "step rank" for name in PARTS})
 def times(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Time of tracked steps and their parts, on the slowest rank."""
+    """Time of tracked steps and their parts; of each the longest on any rank."""
     (node,) = groups.values()
     lines = [series(values(node[name]).max("rank"), *look) for name, look in PARTS.items()]
-    return Picture("time of a tracked step, slowest rank", "time [s]", lines, **scale(lines))
+    return Picture("time of a tracked step, longest of all ranks", "time [s]", lines, **scale(lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xarray as xr
 
-from distcockpit.instruments.data import family, named, scale, series, values
+from distcockpit.instruments.data import family, left_out, named, scale, series, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import RED, Band, Line, Picture
 
@@ -19,6 +19,6 @@ def trace(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         total, error = values(node["total"]), values(node["total_standard_error"])
         low, high = (total - error).values, (total + error).values
         bands = [Band(total["step"].values, low, high, "± one standard error", RED)]
-    kind = str(node.attrs.get("options", {}).get("curvature", "")).strip("'\"")
+    kind = str(dict(node.attrs.get("options", {})).get("curvature", "")).strip("'\"")
     title = f"curvature trace ({kind})" if kind else "curvature trace"
-    return Picture(title, named(node["total"], "trace"), [*bands, *lines], **scale(lines))
+    return Picture(title, named(node["total"], "trace"), [*bands, *lines], **scale(lines), note=left_out(node["trace"]))

@@ -58,7 +58,8 @@ def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = l
 
 def _place(finding: Finding, places: list[str]) -> str:
     """The picture that shows it, where there is one."""
-    return next((place for name in finding.picture.split() for place in places if place.split("-")[0] == name), "")
+    wanted = finding.picture.split()
+    return next((p for name in wanted for p in places if p.split("-")[0] == name or p == f"more-{name}"), "")
 
 
 def _unchecked(checked: Mapping[str, Checked]) -> dict[str, str]:

@@ -32,15 +32,15 @@ Dict = dict[str, Any]
 def figure(picture: Picture) -> Dict:
     """Data and layout of a figure."""
     low, high = _range(picture)
-    lines = iter(thinned([mark for mark in picture.marks if isinstance(mark, Line)]))
     data: list[Dict] = []
-    for mark in picture.marks:
+    for mark in thinned(picture.marks):
         if isinstance(mark, Line):
-            data.append(_line(next(lines), picture))
+            data.append(_line(mark, picture))
         elif isinstance(mark, Band):
             data += _band(mark, picture)
         elif isinstance(mark, Heat):
             data.append(_heat(mark, picture))
+    marks = [m for m in picture.marks if not (isinstance(m, Level) and picture.scale == "log" and m.y <= 0)]
     whole = {"tickformat": "d", "minallowed": low, "maxallowed": high} if picture.whole else {}
     layout: Dict = {
         "xaxis": {"title": {"text": for_plotly(picture.x)}, "zeroline": False},
@@ -51,21 +51,19 @@ def figure(picture: Picture) -> Dict:
             **_ticks(picture),
             **whole,
         },
-        "shapes": [_zone(m, picture, low, high) for m in picture.marks if isinstance(m, Zone)]
-        + [_level(m, picture) for m in picture.marks if isinstance(m, Level)],
-        "annotations": [
-            _words(m, picture, low, high) for m in picture.marks if isinstance(m, Zone | Level) and m.label
-        ],
+        "shapes": [_zone(m, picture, low, high) for m in marks if isinstance(m, Zone)]
+        + [_level(m, picture) for m in marks if isinstance(m, Level)],
+        "annotations": [_words(m, picture, low, high) for m in marks if isinstance(m, Zone | Level) and m.label],
         "showlegend": len([t for t in data if t.get("showlegend")]) > 1 and not picture.right,
     }
     if empty(picture):
         note = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False, "text": "no finite value"}
         layout["annotations"] = [note]
-    if picture.right:
+    if picture.right and not empty(picture):
         data.append(_bars(picture.right, picture, sideways=True))
         layout["xaxis"]["domain"] = [0, BESIDE[0] - 0.02]
         layout["xaxis2"] = {"domain": BESIDE, "showticklabels": False, "showgrid": False, "zeroline": False}
-    if picture.top:
+    if picture.top and not empty(picture):
         data.append(_bars(picture.top, picture))
         layout["yaxis"]["domain"] = [0, BESIDE[0] - 0.02]
         layout["yaxis2"] = {"domain": BESIDE, "showticklabels": False, "showgrid": False, "zeroline": False}
@@ -81,13 +79,16 @@ def encoded(values: Numbers, kind: str = "f4") -> Dict:
 
 def _on_axis(values: Any, picture: Picture) -> Numbers:
     """Where values lie on the y-axis as plotly.js has it; it knows no asinh."""
-    y = np.clip(np.asarray(values, dtype=float), -FARTHEST, FARTHEST) if picture.scale == "asinh" else values
-    y = np.asarray(y, dtype=float)
+    y = np.asarray(values, dtype=float)
+    if picture.scale == "log":
+        return y
+    y = np.clip(y, -FARTHEST, FARTHEST)
     return np.arcsinh(y / picture.linear) if picture.scale == "asinh" else y
 
 
 def _line(mark: Line, picture: Picture) -> Dict:
     x, y = mark.x, np.where(np.isfinite(mark.y), mark.y, np.nan)
+    shown = "customdata" if picture.scale == "asinh" else "y"
     points = mark.style == "points" or len(x) == 1
     trace: Dict = {
         "type": "scatter",
@@ -96,15 +97,12 @@ def _line(mark: Line, picture: Picture) -> Dict:
         "y": encoded(_on_axis(y, picture), "f8"),
         "name": for_plotly(mark.label),
         "showlegend": bool(mark.label),
-        "meta": {"member": for_plotly(mark.member)},
-        "legendgroup": for_plotly(mark.member or mark.label),
-        "hovertemplate": "%{y:.5g}<extra>" + for_plotly(mark.label) + "</extra>",
+        "meta": {"member": for_plotly(mark.member, 10_000)},
+        "legendgroup": for_plotly(mark.member or mark.label, 10_000),
+        "hovertemplate": f"%{{{shown}:.5g}}<extra>{for_plotly(mark.label)}</extra>",
     }
     if picture.scale == "asinh":
-        trace |= {
-            "customdata": encoded(y, "f8"),
-            "hovertemplate": trace["hovertemplate"].replace("{y:", "{customdata:"),
-        }
+        trace["customdata"] = encoded(y, "f8")
     if points:
         return {**trace, "marker": {"color": mark.color, "size": 4}}
     return {**trace, "line": {"color": mark.color, "dash": DASHES[mark.style], "width": 1.5}}
@@ -118,25 +116,25 @@ def _band(mark: Band, picture: Picture) -> list[Dict]:
         "line": {"width": 0, "color": mark.color},
         "hoverinfo": "skip",
         "showlegend": False,
-        "meta": {"member": for_plotly(mark.member)},
-        "legendgroup": for_plotly(mark.member or mark.label),
+        "meta": {"member": for_plotly(mark.member, 10_000)},
+        "legendgroup": for_plotly(mark.member or mark.label, 10_000),
     }
     low, high = (encoded(_on_axis(y, picture), "f8") for y in (mark.low, mark.high))
     return [{**common, "y": low}, {**common, "y": high, "fill": "tonexty", "fillcolor": _faint(mark.color, 0.2)}]
 
 
 def _heat(mark: Heat, picture: Picture) -> Dict:
-    z = np.asarray(mark.z, dtype=float)
+    z, shown = np.asarray(mark.z, dtype=float), "customdata" if mark.log else "z"
     trace: Dict = {
         "type": "heatmap",
         "x": encoded(mark.x, "f8"),
         "y": encoded(mark.y, "f8"),
         "colorscale": "Cividis",
         "colorbar": {"title": {"text": for_plotly(mark.label), "side": "right"}, "thickness": 12},
-        "hovertemplate": f"{for_plotly(picture.x)} %{{x:.5g}}<br>%{{y:.5g}}<br>%{{customdata:.5g}}<extra></extra>",
-        "customdata": encoded(z),
+        "hovertemplate": f"{for_plotly(picture.x)} %{{x:.5g}}<br>%{{y:.5g}}<br>%{{{shown}:.5g}}<extra></extra>",
     }
     if mark.log:
+        trace["customdata"] = encoded(z)
         with np.errstate(all="ignore"):
             z = np.where(z > 0, np.log10(z), np.nan)
         top = int(np.nanmax(z)) if np.isfinite(z).any() else 0
@@ -166,7 +164,7 @@ def _range(picture: Picture) -> tuple[float, float]:
     """Ends of the y-axis, as plotly.js has them."""
     values = [np.zeros(0)]
     for mark in picture.marks:
-        if isinstance(mark, Heat):
+        if isinstance(mark, Heat) and not empty(picture):
             return float(mark.y[0]), float(mark.y[-1])
         values += [np.atleast_1d(getattr(mark, n)) for n in ("y", "low", "high") if n in vars(mark)]
     y = np.concatenate([v.astype(float) for v in values])
@@ -193,9 +191,14 @@ def _ticks(picture: Picture) -> Dict:
 
 
 def _zone(mark: Zone, picture: Picture, low: float, high: float) -> Dict:
-    ends = [_on_axis(end, picture).item() for end in (mark.low, mark.high)]
     far = 10 * (high - low)
-    y0, y1 = np.clip(ends, low - far, high + far).tolist()
+    if picture.scale == "log":  # the axis is in powers of ten, what is drawn on it is not
+        y0, y1 = (
+            float(np.clip(end, 10.0 ** max(low - far, -300), 10.0 ** min(high + far, 300)))
+            for end in (mark.low, mark.high)
+        )
+    else:
+        y0, y1 = (float(np.clip(_on_axis(end, picture), low - far, high + far)) for end in (mark.low, mark.high))
     shape = {"type": "rect", "xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "layer": "below", "line": {"width": 0}}
     return {**shape, "y0": y0, "y1": y1, "fillcolor": _faint(mark.color, 0.12)}
 

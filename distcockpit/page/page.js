@@ -17,7 +17,6 @@
     font: { family: "system-ui, sans-serif", size: 12 },
     legend: { font: { size: 11 }, itemclick: "toggle" },
     colorway: [],
-    uirevision: "kept", // zoom and legend stay when rows come
     plot_bgcolor: "#fff",
     bargap: 0,
   };
@@ -54,7 +53,8 @@
     card.stale = false;
     const page = card.picture.pages[Number(card.select.value) || 0];
     const data = page.data.map((trace) => (shown(trace.meta && trace.meta.member) ? trace : { ...trace, visible: false }));
-    const layout = { ...LAYOUT, ...page.layout, xaxis: { ...AXIS, ...page.layout.xaxis }, yaxis: { ...AXIS, ...page.layout.yaxis } };
+    const layout = { ...LAYOUT, uirevision: page.name || "kept", // zoom and legend stay when rows come
+      ...page.layout, xaxis: { ...AXIS, ...page.layout.xaxis }, yaxis: { ...AXIS, ...page.layout.yaxis } };
     card.title.textContent = page.title;
     card.note.textContent = page.note;
     Plotly.react(card.plot, data, structuredClone(layout), CONFIG);
@@ -148,6 +148,8 @@
     const there = new Set(content.sections.flatMap((section) => section.pictures.map((picture) => picture.id)));
     for (const [id, one] of cards) if (!there.has(id)) { Plotly.purge(one.plot); drawn.unobserve(one.node); one.node.remove(); cards.delete(id); }
     $("links").replaceChildren(...content.sections.map((s) => make("a", { href: `#section-${s.name.replace(/ /g, "-")}` }, s.name)));
+    const wanted = new Set(content.sections.map((s) => `section-${s.name.replace(/ /g, "-")}`));
+    for (const node of [...$("sections").children]) if (!wanted.has(node.id)) node.remove();
     for (const section of content.sections) {
       const id = `section-${section.name.replace(/ /g, "-")}`;
       let node = $(id);
@@ -156,8 +158,8 @@
       }
       $("sections").append(node); // in order
       const grid = node.querySelector(".pictures");
-      const wanted = section.pictures.map(card);
-      if (wanted.length !== grid.children.length || wanted.some((each, k) => grid.children[k] !== each)) grid.replaceChildren(...wanted);
+      const nodes = section.pictures.map(card);
+      if (nodes.length !== grid.children.length || nodes.some((each, k) => grid.children[k] !== each)) grid.replaceChildren(...nodes);
     }
     members();
   }
@@ -175,8 +177,8 @@
           content = await answer.json();
           arrange();
           live.textContent = `live: rows of ${new Date().toLocaleTimeString()}`;
-        } else if (answer.status === 503) {
-          throw new Error(await answer.text());
+        } else if (answer.status !== 204) {
+          throw new Error((await answer.text()) || `the server says ${answer.status}`);
         }
         live.className = "";
         if (answer.status === 204 && live.dataset.lost) live.textContent = "live: waiting for rows";

@@ -61,18 +61,18 @@ def application(live: Live) -> Starlette:
         try:
             made = live.newest()
             assert made is not None
+            return HTMLResponse(html(made), headers=HEADERS)
         except (OSError, ValueError) as error:
             return Response(str(error), 503, media_type="text/plain")
-        return HTMLResponse(html(made), headers=HEADERS)
 
     def data(request: Request) -> Response:
         try:
             made = live.newest(request.query_params.get("have"))
+            if made is None:
+                return Response(status_code=204)
+            return Response(json.dumps(made, allow_nan=False), media_type="application/json", headers=HEADERS)
         except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached; the page asks again
             return Response(str(error), 503, media_type="text/plain")
-        if made is None:
-            return Response(status_code=204)
-        return Response(json.dumps(made, allow_nan=False), media_type="application/json", headers=HEADERS)
 
     return Starlette(
         routes=[Route("/", page), Route("/data", data)],
