@@ -356,6 +356,24 @@ def test_every_figure_is_one_that_plotly_knows(tmp_path: Path) -> None:
             go.Figure(data=one["data"], layout=one["layout"])  # refuses names and values that Plotly does not have
 
 
+def test_axes_show_the_data_and_not_more(tmp_path: Path) -> None:
+    alpha = np.array([-0.5, 0.25, 2.0, -1.0] * 5)
+    run = open_run(
+        Written(tmp_path / "run", [q.Alpha(), q.EarlyStopping(), q.NormTest()])
+        .rows(20, alpha={"alpha": alpha}, early_stopping={"early_stopping": np.geomspace(0.01, 1, 20)})
+        .close()
+    )
+    made = {p["id"]: p["pages"][0]["layout"] for s in content({"run": run})["sections"] for p in s["pictures"]}
+    low, high = np.sinh(made["alpha"]["yaxis"]["range"])
+    assert -1.3 < low < -1 and 2 < high < 2.6
+    too_far, short = made["alpha"]["shapes"][:2]
+    assert too_far["y0"] == 0 and too_far["y1"] > high and short["y1"] == 0 and short["y0"] < np.arcsinh(low)
+    low, high = made["early_stopping"]["yaxis"]["range"]
+    (noise,) = [shape for shape in made["early_stopping"]["shapes"] if shape["type"] == "rect"]
+    assert noise["y0"] == 0 and low < 0 < high  # the zone begins where the picture shows it
+    assert made["gradient_tests"]["yaxis"]["type"] in ("linear", "log")
+
+
 def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     written = Written(tmp_path / "run.zarr", [q.Loss(), q.GradNorm(), q.GradHist1d(bins=8), q.RankDisagreement()])
     store = written.rows(20_000).close()

@@ -34,7 +34,7 @@ MOST_PAGES = 6
 """Of one instrument, in a figure; a page shows all."""
 
 MOST_NAMES = 8
-DASHES = {"solid": "-", "dashed": "--", "points": "none"}
+DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "points": "none"}
 
 
 def draw(axes: Axes, picture: Picture | Pages) -> None:

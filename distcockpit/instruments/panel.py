@@ -108,19 +108,16 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
 
 
 def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
-    """The curves of one run, named after it; further ones of the same run are dashed, points stay points."""
+    """The curves of one run, named after it, and told apart by their dashes; points stay points."""
     curves = [mark for mark in picture.marks if isinstance(mark, Line | Band)]
     alone = len([mark for mark in curves if isinstance(mark, Line)]) == 1
     named: list[Line | Band] = []
     for mark in curves:
         label = run if alone or not mark.label else f"{run}: {mark.label}"
         mark = replace(mark, color=color, label=label if isinstance(mark, Line) or mark.label else "")
-        if (
-            isinstance(mark, Line)
-            and not mark.member
-            and any(isinstance(n, Line) and n.style == "solid" for n in named)
-        ):
-            mark = replace(mark, style=mark.style if mark.style == "points" else "dashed")
+        if isinstance(mark, Line) and not mark.member and mark.style != "points":
+            before = sum(isinstance(n, Line) and not n.member and n.style != "points" for n in named)
+            mark = replace(mark, style=("solid", "dashed", "dotted")[min(before, 2)])
         named.append(mark)
     return named
 

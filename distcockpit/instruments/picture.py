@@ -39,7 +39,7 @@ class Line:
         y: Shape [n]; gaps where it is NaN.
         label: Name in the legend; without, it is not there.
         color: Hexadecimal.
-        style: "solid", "dashed" or "points".
+        style: "solid", "dashed", "dotted" or "points".
         member: Name of the layer, parameter or rank that it belongs to, where it is one of many.
     """
 

@@ -25,7 +25,7 @@ from distcockpit.instruments.picture import (
 from distcockpit.names import for_plotly
 
 BESIDE = [0.88, 1.0]
-DASHES = {"solid": "solid", "dashed": "dash", "points": "solid"}
+DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "points": "solid"}
 Dict = dict[str, Any]
 
 
@@ -45,7 +45,7 @@ def figure(picture: Picture) -> Dict:
     layout: Dict = {
         "xaxis": {"title": {"text": for_plotly(picture.x)}, "zeroline": False},
         "yaxis": {
-            "title": {"text": for_plotly(picture.y)},
+            "title": {"text": _broken(for_plotly(picture.y))},
             "zeroline": False,
             "range": [low, high],
             **_ticks(picture),
@@ -160,14 +160,21 @@ def _bars(bars: Bars, picture: Picture, sideways: bool = False) -> Dict:
     return {**common, "x": places, "y": sizes, "yaxis": "y2", "hovertemplate": "%{y}"}
 
 
+def _broken(label: str) -> str:
+    """A label that is longer than the axis is high, with its unit on a line of its own."""
+    return "<br>[".join(label.rsplit(" [", 1)) if len(label) > 40 else label
+
+
 def _range(picture: Picture) -> tuple[float, float]:
     """Ends of the y-axis, as plotly.js has them."""
     values = [np.zeros(0)]
     for mark in picture.marks:
         if isinstance(mark, Heat) and not empty(picture):
             return float(mark.y[0]), float(mark.y[-1])
-        values += [np.atleast_1d(getattr(mark, n)) for n in ("y", "low", "high") if n in vars(mark)]
+        if not isinstance(mark, Zone):
+            values += [np.atleast_1d(getattr(mark, n)) for n in ("y", "low", "high") if n in vars(mark)]
     y = np.concatenate([v.astype(float) for v in values])
+    y = y[np.isfinite(y)]
     with np.errstate(all="ignore"):
         y = np.log10(y[y > 0]) if picture.scale == "log" else _on_axis(y, picture)
     y = y[np.isfinite(y)]
