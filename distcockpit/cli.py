@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import xarray as xr
 from click.shell_completion import get_completion_class
-from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live as LiveView
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distcockpit import __version__, terminal
+from distcockpit.console import bar, check_place, check_suffix, console, needs, needs_view, progress, refuse
 from distcockpit.findings import check
 from distcockpit.keys import keys_of
 from distcockpit.names import plain
@@ -82,7 +79,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
     size = keys_of(run, storage_options).total()
     if as_json:
         return click.echo(json.dumps(summary(tree, run, size), allow_nan=False))
-    out = _console()
+    out = console()
     out.print(terminal.table(tree, facts(tree), run, decimal(size)))
     if len(tree.attrs.get("segments", ())) > 1:
         out.print(terminal.segments(tree))
@@ -96,7 +93,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 @click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True)
 def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
     """Draw the whole panel into a file."""
-    _check_place(output, run)
+    check_place(output, run)
     _figure({run: open_run(run, storage_options)}, output, dpi)
 
 
@@ -105,8 +102,8 @@ def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: in
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="An HTML file.")
 def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> None:
     """Write one page of HTML, with findings and interactive figures, that opens offline."""
-    _check_suffix(output, [".html", ".htm"])
-    _check_place(output, run)
+    check_suffix(output, [".html", ".htm"])
+    check_place(output, run)
     _page({run: open_run(run, storage_options)}, output)
 
 
@@ -125,8 +122,8 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
 def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
     """Draw several runs over each other, in the same figures."""
     if len(runs) < 2:
-        _refuse(f"compare: takes two runs or more, not {len(runs)}.")
-    _check_place(output, *runs)
+        refuse(f"compare: takes two runs or more, not {len(runs)}.")
+    check_place(output, *runs)
     trees = {name: open_run(path, storage_options) for name, path in _names(runs).items()}
     if output.suffix.lower() in (".html", ".htm"):
         _page(trees, output)
@@ -147,7 +144,7 @@ def watch(
     open_run(run, storage_options)  # what is wrong with it is said at once
     if in_terminal:
         return _watch_here(run, storage_options, refresh)
-    with _needs_view():
+    with needs_view():
         from distcockpit.page.server import Live, serve
 
     name = _names((run,))
@@ -175,14 +172,14 @@ def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind:
     """Write a run in another tool's format: TensorBoard event files, or a CSV or Parquet table per quantity."""
     from distcockpit.export import FORMATS
 
-    _check_place(output, run)
+    check_place(output, run)
     tree = open_run(run, storage_options)
     for name in only:
         if name not in tree.children:
-            _refuse(f"--quantity {name!r}: is not in the run, which has {list(tree.children)}.")
+            refuse(f"--quantity {name!r}: is not in the run, which has {list(tree.children)}.")
     if only:
         tree = xr.DataTree(children={name: tree[name] for name in only})  # type: ignore[misc] # nodes, not arrays
-    with _progress("export", len(tree.children)) as step, _needs("distcockpit[export]"):
+    with progress("export", len(tree.children)) as step, needs("distcockpit[export]"):
         paths = FORMATS[kind](tree, output, step)
     click.echo(f"{len(paths)} files in {plain(output)}")
 
@@ -192,8 +189,8 @@ def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind:
 @click.option("--json", "as_json", is_flag=True, help="For a script.")
 def verify(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
     """Read every committed row; exit code 1 if something is damaged."""
-    with _bar("verify") as (bar, task):
-        problems = verify_run(run, storage_options, lambda done, of: bar.update(task, completed=done, total=of))
+    with bar("verify") as (shown, task):
+        problems = verify_run(run, storage_options, lambda done, of: shown.update(task, completed=done, total=of))
     if as_json:
         click.echo(json.dumps({"run": run, "problems": problems}))
     else:
@@ -214,12 +211,12 @@ def completion(shell: str) -> None:
 
 
 def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
-    with _needs_view():
+    with needs_view():
         from matplotlib.figure import Figure
 
         from distcockpit.instruments import INSTRUMENTS, plot_run
-    _check_suffix(output, [f".{kind}" for kind in Figure().canvas.get_supported_filetypes()])
-    with _progress("plot", len(INSTRUMENTS) * len(trees) + 1) as step:
+    check_suffix(output, [f".{kind}" for kind in Figure().canvas.get_supported_filetypes()])
+    with progress("plot", len(INSTRUMENTS) * len(trees) + 1) as step:
         figure = plot_run(trees, ", ".join(_names(tuple(trees))), progress=step)
         step(output.name)
         figure.savefig(output, dpi=dpi)
@@ -227,12 +224,12 @@ def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
 
 
 def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
-    with _needs_view():
+    with needs_view():
         from distcockpit.instruments import INSTRUMENTS
         from distcockpit.page.content import content
         from distcockpit.page.html import html
     named = dict(zip(_names(tuple(trees)), trees.values(), strict=True))
-    with _progress("report", len(INSTRUMENTS) * len(trees)) as step:
+    with progress("report", len(INSTRUMENTS) * len(trees)) as step:
         text = html(content(named, step))
     output.write_text(text, encoding="utf-8")
     click.echo(f"{plain(output)}")
@@ -240,7 +237,7 @@ def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
 
 def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:
     """Redraw when rows were committed."""
-    out = _console()
+    out = console()
     name = next(iter(_names((run,))))
     seen, shown = None, terminal.view(open_run(run, storage_options), {}, name, out.height)
     with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal, transient=True) as live:
@@ -266,69 +263,8 @@ def _names(runs: tuple[str, ...]) -> dict[str, str]:
         common = os.path.commonpath([os.path.abspath(run) for run in runs]) if not any("://" in r for r in runs) else ""
         short = [os.path.relpath(os.path.abspath(run), common) if common else run for run in runs]
     if len(set(short)) < len(short):
-        _refuse(f"compare: {plain(max(runs, key=runs.count))} is given twice.")
+        refuse(f"compare: {plain(max(runs, key=runs.count))} is given twice.")
     return dict(zip(short, runs, strict=True))
-
-
-def _console() -> Console:
-    """Rich, without its markup and highlighting: what is printed comes from stores."""
-    columns = os.environ.get("COLUMNS", "")
-    wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 140
-    return Console(markup=False, highlight=False, emoji=False, width=wide)
-
-
-@contextmanager
-def _bar(what: str) -> Generator[tuple[Progress, Any], None, None]:
-    """A progress bar on a terminal; nothing elsewhere."""
-    console = Console(stderr=True, markup=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield bar, bar.add_task(what, total=None)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Generator[Callable[[str], None], None, None]:
-    with _bar(what) as (bar, task):
-        bar.update(task, total=total)
-        yield lambda name: bar.update(task, advance=1, description=f"{what} {plain(name, 30)}")
-
-
-@contextmanager
-def _needs(extra: str) -> Generator[None, None, None]:
-    """An optional package that is missing is an error that says how to get it.
-
-    Raises:
-        ClickException: If so.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise click.ClickException(f"{error}: pip install '{extra}' brings what this needs.") from error
-
-
-_needs_view = functools.partial(_needs, "distcockpit[view]")
-
-
-def _check_suffix(output: Path, kinds: list[str]) -> None:
-    if output.suffix.lower() not in kinds:
-        _refuse(f"--output {str(output)!r}: must end in {' or '.join(kinds)}.")
-
-
-def _check_place(output: Path, *runs: str) -> None:
-    """Nothing is written into a run."""
-    for run in runs:
-        if "://" not in run and output.resolve().is_relative_to(Path(run).resolve()):
-            _refuse(f"--output {str(output)!r}: is inside the run {run!r}, into which nothing is written.")
-    output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
-
-
-def _refuse(problem: str) -> NoReturn:
-    """What was typed cannot be done.
-
-    Raises:
-        ClickException: Always.
-    """
-    raise click.ClickException(problem)
 
 
 def main(arguments: list[str] | None = None) -> None:

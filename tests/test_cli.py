@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import cases
@@ -373,15 +374,23 @@ def test_hostile_names_in_a_terminal_and_in_tables(
 
 
 def terminal(
-    command: list[str], until: str, seconds: float = 60, then: signal.Signals = signal.SIGINT
+    command: list[str], *script: tuple[str, Callable[[], object] | None], seconds: float = 120
 ) -> tuple[str, int]:
-    """Run in a terminal of its own until a text is there; what it showed, and its exit code."""
+    """Run in a terminal of its own, and act when a text has been shown; then interrupt, if there was a script.
+
+    Args:
+        command: What to run.
+        script: A text to wait for, and what is done then, one after the other.
+        seconds: At most.
+
+    Returns:
+        What it showed, and its exit code.
+    """
     pid, here = pty.fork()
     if pid == 0:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "50"}
         os.execv(command[0], command)
-    seen, end = b"", time.monotonic() + seconds
-    stopped = False
+    seen, end, waiting, since = "", time.monotonic() + seconds, list(script), 0
     while time.monotonic() < end:
         ready, _, _ = select.select([here], [], [], 0.2)
         if ready:
@@ -391,49 +400,50 @@ def terminal(
                 break
             if not part:
                 break
-            seen += part
-        if not stopped and re.search(until, seen.decode(errors="replace")):
-            os.kill(pid, then)
-            stopped = True
+            seen += part.decode(errors="replace")
+        if waiting and re.search(waiting[0][0], seen[since:]):
+            since, act = len(seen), waiting.pop(0)[1]
+            if act is not None:
+                act()
+            if not waiting:
+                os.kill(pid, signal.SIGINT)
+    else:
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(here)
-    return seen.decode(errors="replace"), os.waitstatus_to_exitcode(status)
+    return seen, os.waitstatus_to_exitcode(status)
 
 
 def test_the_terminal_view_follows_a_run(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", [q.Alpha(), q.Loss(), q.GradNorm(), q.ReplicaDrift()])
     written.rows(12, loss={"loss": 7.25}, alpha={"alpha": 0})
     program = [sys.executable, "-m", "distcockpit", "watch", "--terminal", str(written.path), "--refresh", "0.2"]
-    pid = os.fork()
-    if pid == 0:  # the run goes on meanwhile
-        time.sleep(6)
+
+    def grow() -> None:
         written.rows(12, loss={"loss": 4.125}, alpha={"alpha": 0}, replica_drift={"replica_drift": 1})
-        os._exit(0)
-    seen, code = terminal(
-        program, r"4\.125(.|\n)*wrong: ranks hold different parameters|wrong: ranks hold(.|\n)*4\.125"
-    )
-    os.waitpid(pid, 0)
-    assert code == 130 and "7.25" in seen and "4.125" in seen and "Traceback" not in seen
-    assert "wrong: ranks hold different parameters from step 12" in seen and "nothing looks wrong" in seen
+
+    seen, code = terminal(program, (r"7\.25", grow), (r"4\.125", None))
+    assert code == 130 and "Traceback" not in seen and "nothing looks wrong" in seen
+    assert "wrong: ranks hold different parameters from step 12" in seen
     assert re.search("[▁▂▃▄▅▆▇█]{10}", seen) and "ranks 4" in seen
 
 
 def test_the_terminal_view_waits_for_a_run_that_is_away(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", [q.Loss()]).rows(12)
     program = [sys.executable, "-m", "distcockpit", "watch", "--terminal", str(written.path), "--refresh", "0.2"]
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(6)
-        written.path.rename(tmp_path / "away")
-        os._exit(0)
-    seen, code = terminal(program, "waiting: .*nothing is there")
-    os.waitpid(pid, 0)
+    away = tmp_path / "away"
+    seen, code = terminal(
+        program,
+        ("loss", lambda: written.path.rename(away)),
+        ("waiting: .*nothing is there", lambda: away.rename(written.path)),
+        ("nothing looks wrong", None),
+    )
     assert code == 130 and "Traceback" not in seen
 
 
 def test_long_work_shows_a_bar_on_a_terminal(store: Path, tmp_path: Path) -> None:
     program = [sys.executable, "-m", "distcockpit", "plot", str(store), "-o", str(tmp_path / "p.png"), "--dpi", "30"]
-    seen, code = terminal(program, "no such text")
+    seen, code = terminal(program)
     assert code == 0 and re.search(r"plot \w+.*\d+/\d+", seen) and (tmp_path / "p.png").exists()
 
 

@@ -1,0 +1,38 @@
+"""What looks wrong in a run, in words: rules on the rows of a store, each with the source that it follows."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.findings import layers, numbers, ranks, steps  # noqa: F401 - they add their rules
+from distcockpit.findings.rule import RULES, WRONG, Checked, Finding
+from distcockpit.rows import find
+
+__all__ = ["RULES", "Checked", "Finding", "check"]
+
+
+def check(run: xr.DataTree) -> Checked:
+    """Apply all rules.
+
+    Args:
+        run: What `open_run` returns.
+
+    Returns:
+        What looks wrong, the surest first, and the rules that the run has no quantities for.
+    """
+    findings, unchecked = [], {}
+    for one in RULES:
+        groups = [group for kind, fields in one.needs.items() for group in find(run, kind, **fields).values()]
+        if not groups:
+            unchecked[one.name] = " or ".join(one.needs)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # rows may be NaN altogether
+            for group in groups:
+                findings += [
+                    Finding(one.name, told["severity"], told["title"], told["words"], one.picture, one.source, one.url)
+                    for told in one.apply(run, group)
+                ]
+    return Checked(sorted(findings, key=lambda f: f.severity != WRONG), unchecked)

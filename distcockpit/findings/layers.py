@@ -1,0 +1,63 @@
+"""Rules on gradients layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from distcockpit.findings.rule import LOOK, MOST_ROWS, WINDOW, WRONG, Told, rule, some
+from distcockpit.names import plain
+from distcockpit.rows import portion
+
+
+@rule(
+    "gradients that vanish or explode with depth",
+    "grad_norm gradient_geometry",
+    {"GradNorm": {"grad_norm": "step parameter"}, "GradientGeometry": {"norm": "step parameter"}},
+    "Glorot and Bengio 2010, section 4.2: gradients should be of one size in all layers; Hochreiter 1991",
+    "https://proceedings.mlr.press/v9/glorot10a.html",
+)
+def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
+    norm = group["grad_norm" if "grad_norm" in group else "norm"]
+    shapes = run.attrs.get("parameters", {})
+    names = [str(name) for name in norm["parameter"].values]
+    weights = [k for k, name in enumerate(names) if len(shapes.get(name, ())) >= 2]
+    if len(weights) < 3:
+        return
+    sizes = np.array([np.prod(shapes[names[k]], dtype=float) for k in weights])
+    typical = np.nanmedian(portion(norm, MOST_ROWS * 250).values[:, weights], axis=0) / np.sqrt(sizes)
+    ratio = typical[0] / typical[-1]
+    trend = np.corrcoef(np.arange(len(typical)), pd.Series(typical).rank())[0, 1]  # Spearman's
+    if (ratio < 1e-3 and trend > 0.6) or (ratio > 1e3 and trend < -0.6):
+        first, last = plain(names[weights[0]]), plain(names[weights[-1]])
+        weak, strong = (first, last) if ratio < 1 else (last, first)
+        yield {
+            "severity": WRONG,
+            "title": f"gradients {'vanish' if ratio < 1 else 'explode'} towards the input",
+            "words": f"The gradient of an element of {first} is typically {ratio:.1g} times that of {last}, and the "
+            f"{len(weights)} weights follow the trend: {weak} hardly learns beside {strong}. Saturating activations "
+            f"and the "
+            "scale of the initialisation are the usual causes; ReLUs, residual connections or normalisation layers the "
+            "usual ways out.",
+        }
+
+
+@rule(
+    "parameters without a gradient",
+    "grad_norm gradient_geometry",
+    {"GradNorm": {"grad_norm": "step parameter"}, "GradientGeometry": {"norm": "step parameter"}},
+    "By definition: a gradient of exactly 0 means that the loss does not depend on the parameter",
+)
+def _no_gradient(run: xr.DataTree, group: xr.Dataset) -> Told:
+    norm = group["grad_norm" if "grad_norm" in group else "norm"]
+    looked = portion(norm, MOST_ROWS * 250).values
+    dead = [str(name) for name in norm["parameter"].values[(looked == 0).all(axis=0)]]
+    if dead and len(dead) < norm.sizes["parameter"] and len(looked) >= WINDOW:
+        yield {
+            "severity": LOOK,
+            "title": f"{len(dead)} of {norm.sizes['parameter']} parameters never get a gradient",
+            "words": f"Their gradient is exactly 0 at all {len(looked)} rows that were looked at: {some(dead)}. "
+            f"They are "
+            "unused, cut off by a detach, or behind units that are dead.",
+        }

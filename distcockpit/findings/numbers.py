@@ -1,0 +1,109 @@
+"""Rules on the loss: numbers that are not finite, and a loss that jumps or does not fall."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.findings.rule import LOOK, RANKS, STEP, WINDOW, WRONG, Told, listed, rule
+from distcockpit.names import plain
+from distcockpit.rows import in_blocks
+
+NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product of an infinity is a step"
+
+
+@rule(
+    "numbers that are not finite",
+    "ranks",
+    {
+        "RankHealth": {
+            "nonfinite_losses": RANKS,
+            "nonfinite_gradients": RANKS,
+            "first_nonfinite_output": RANKS,
+            "first_nonfinite_gradient": RANKS,
+        }
+    },
+    NONFINITE,
+)
+def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
+    steps, rows = group["step"].values, group.sizes["step"]
+    bad = np.zeros((rows, group.sizes["rank"]), dtype=bool)
+    for field in ("nonfinite_losses", "nonfinite_gradients"):
+        for start, block in in_blocks(group[field]):
+            bad[start : start + len(block)] |= block > 0
+    found = np.flatnonzero(bad.any(axis=1))
+    if not len(found):
+        return
+    first, ranks = found[0], np.flatnonzero(bad[found[0]])
+    where = []
+    for field, what in (("first_nonfinite_output", "output"), ("first_nonfinite_gradient", "output gradient")):
+        names = str(group[field].attrs.get("flag_meanings", "none")).split(" ")
+        index = int(group[field][first].values[ranks[0]])
+        if 0 < index < len(names):
+            where.append(f"the first layer with such an {what} is {plain(names[index])}")
+    told = f"; {' and '.join(where)}" if where else ""
+    lasts = found[-1] >= rows - 2
+    yield {
+        "severity": WRONG if lasts else LOOK,
+        "title": f"NaN or infinity {'from' if lasts else 'at'} step {int(steps[first])} on rank {listed(ranks)}",
+        "words": f"Losses or gradients are not finite at {len(found)} of {rows} tracked steps{told}. "
+        + (
+            "With the next update a gradient that is not finite on one rank makes the parameters of all ranks so. "
+            "Look for "
+            "a logarithm or a division of 0, for half precision without loss scaling, and at the data of that rank."
+            if lasts
+            else f"The last such step is {int(steps[found[-1]])}, and the run went on. Steps at which a loss scale "
+            f"was too "
+            "large are skipped, and are as they should be; anything else is worth a look at the data of that rank."
+        ),
+    }
+
+
+@rule("losses that are not finite", "losses", {"Loss": {"loss": STEP}}, NONFINITE)
+def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
+    bad = ~np.isfinite(group["loss"].values)
+    rows = np.flatnonzero(bad)
+    if len(rows):
+        lasts = bool(bad[-2:].all())
+        yield {
+            "severity": WRONG if lasts else LOOK,
+            "title": f"the loss is not finite {'from' if lasts else 'at'} step {int(group['step'][rows[0]])}",
+            "words": f"The pooled loss is NaN or infinite at {len(rows)} of {len(bad)} tracked steps; of a batch "
+            f"without "
+            "samples it is NaN, too.",
+        }
+
+
+@rule(
+    "a loss that jumps or does not fall",
+    "losses",
+    {"Loss": {"loss": STEP}},
+    "Goodfellow, Bengio, Courville 2016, section 11.5: a training error that stays high points to a defect",
+    "https://www.deeplearningbook.org/contents/guidelines.html",
+)
+def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
+    loss = group["loss"].values
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < WINDOW:
+        return
+    begin, last = loss[:3].min(), loss[-WINDOW:]
+    end, scatter = np.median(last), np.median(np.abs(last - np.median(last))) * 1.5
+    above = np.count_nonzero(loss > 1.5 * begin)
+    if begin > 0 and above >= 2:
+        yield {
+            "severity": WRONG,
+            "title": f"the loss jumps: to {loss.max():.3g}, from {begin:.3g} at the start",
+            "words": f"At {above} of {len(loss)} tracked steps it is more than 1.5 times what it was at the start; "
+            f"now it is "
+            f"{end:.3g}. A learning rate that is too large is the usual cause, or data that are not what the rest is.",
+        }
+    elif len(loss) >= 5 * WINDOW and end > begin - max(0.02 * abs(begin), 2 * scatter):
+        yield {
+            "severity": LOOK,
+            "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
+            "words": f"The median of the last {WINDOW} of {len(loss)} rows is not below the start by more than "
+            f"their scatter. "
+            "That is as it should be for a run that began where another one ended. Else nothing was learned: look "
+            "at the "
+            "learning rate, at gradients that vanish, and at what the model is given.",
+        }

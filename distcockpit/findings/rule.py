@@ -1,0 +1,130 @@
+"""What a rule is, and what it tells; and the few statistics that rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from numpy.typing import NDArray
+
+from distcockpit.names import plain
+
+WRONG, LOOK = "wrong", "look"
+"""How sure a rule is: something is broken; or something is unusual, and may be meant."""
+
+WINDOW = 10
+"""Rows that a median is taken over: a single row is noise."""
+
+MANY = 1 / 3
+"""Share of the windows of a run from which on a finding is told."""
+
+MOST_ROWS = 4000
+"""Rows of wide arrays that a rule on what is typical looks at, at equal distances; rules on events look at all."""
+
+STEP, RANKS = "step", "step rank"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that looks wrong.
+
+    Args:
+        rule: Name of the rule.
+        severity: "wrong" or "look".
+        title: In a few words.
+        words: What was seen, why it matters, and what to do.
+        picture: Names of the instruments and quantities that show it, the best first.
+        source: The paper, or the reason, that the rule follows.
+        url: Where to read it.
+    """
+
+    rule: str
+    severity: str
+    title: str
+    words: str
+    picture: str
+    source: str
+    url: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The findings, and which rules could not be applied.
+
+    Args:
+        findings: The surest first.
+        unchecked: By rule, the quantities that it would take.
+    """
+
+    findings: list[Finding]
+    unchecked: dict[str, str]
+
+
+Told = Iterator[dict[str, str]]
+Apply = Callable[[xr.DataTree, xr.Dataset], Told]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Args:
+        name: What it looks for.
+        picture: See `Finding`.
+        needs: By class of quantity, the arrays that it takes with their dimensions; each such group is handed to it.
+        source: See `Finding`.
+        url: See `Finding`.
+        apply: From the run, and a group, to what it tells.
+    """
+
+    name: str
+    picture: str
+    needs: dict[str, dict[str, str]]
+    source: str
+    url: str
+    apply: Apply
+
+
+RULES: list[Rule] = []
+
+
+def rule(name: str, picture: str, needs: dict[str, dict[str, str]], source: str, url: str = "") -> Callable[..., Apply]:
+    """Add a rule to `RULES`."""
+
+    def add(apply: Apply) -> Apply:
+        RULES.append(Rule(name, picture, needs, source, url, apply))
+        return apply
+
+    return add
+
+
+def windows(values: NDArray[Any]) -> NDArray[Any]:
+    """Medians over `WINDOW` rows each; of all, if there are fewer but at least half as many."""
+    if len(values) < WINDOW // 2:
+        return np.empty(0)
+    return pd.Series(values).rolling(min(WINDOW, len(values))).median().dropna().to_numpy()
+
+
+def others(values: NDArray[Any]) -> NDArray[Any]:
+    """What ranks are compared with, for values [steps, ranks]: the median of all, or of two ranks the other one."""
+    return values[:, ::-1] if values.shape[1] == 2 else np.median(values, axis=1, keepdims=True)
+
+
+def listed(ranks: NDArray[Any]) -> str:
+    """Numbers in words, the first few of many."""
+    few_ranks = ", ".join(map(str, ranks[:4]))
+    return few_ranks if len(ranks) <= 4 else f"{few_ranks} and {len(ranks) - 4} more"
+
+
+def some(names: list[str]) -> str:
+    """Names in words, the first few of many."""
+    shown = ", ".join(map(plain, names[:4]))
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

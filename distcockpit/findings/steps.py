@@ -1,0 +1,85 @@
+"""Rules on steps and batches: the effective step size, and the gradient noise scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from distcockpit.findings.rule import LOOK, MANY, STEP, WINDOW, WRONG, Told, rule, windows
+from distcockpit.run import noise_scale
+
+
+@rule(
+    "effective step size far from 0",
+    "alpha",
+    {"Alpha": {"alpha": STEP, "status": STEP}},
+    "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update, 1 one to where the loss is as "
+    "high "
+    "again on the other side",
+    "https://arxiv.org/abs/2102.06604",
+)
+def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
+    alpha = group["alpha"].values
+    fitted = alpha[(group["status"].values == 0) & np.isfinite(alpha)]
+    middle = windows(fitted)
+    if not len(middle):
+        return
+    typical = np.median(fitted)
+    rows = f"of the {len(fitted)} rows with a fit, of {len(alpha)} in all, the median is {typical:.2g}"
+    too_far, too_short, uphill = (np.mean(far) for far in (middle > 0.3, (middle >= -1) & (middle < -0.8), middle < -1))
+    if too_far >= MANY and typical > 0.2:
+        yield {
+            "severity": LOOK,
+            "title": f"steps go too far: α is above 0.3 in {too_far:.0%} of the run",
+            "words": f"Steps end beyond the minimum along their own direction; {rows}. A little of it is common in "
+            f"runs that "
+            "learn fast. If the loss stalls or jumps, a smaller learning rate is the first thing to try.",
+        }
+    if too_short >= MANY and typical < -0.7:
+        yield {
+            "severity": LOOK,
+            "title": f"steps are much too short: α is below -0.8 in {too_short:.0%} of the run",
+            "words": f"A step covers less than a fifth of the way to the minimum along its own direction; {rows}. "
+            f"Early in "
+            "training that is time lost to a small learning rate or a long warm-up; late in a decay it is meant.",
+        }
+    if uphill >= MANY and typical < -1:
+        yield {
+            "severity": WRONG,
+            "title": f"steps go uphill: α is below -1 in {uphill:.0%} of the run",
+            "words": f"The minimum along the step's direction lies behind it; {rows}. Look at the sign of the "
+            f"update, and at "
+            "a momentum that still carries on.",
+        }
+
+
+@rule(
+    "noise scale far from the batch size",
+    "noise_scale",
+    {"GradientNoiseScale": {"noise": STEP, "signal": STEP}},
+    "McCandlish et al. 2018, section 2.2: far below the noise scale larger batches save steps, far above it they "
+    "save next "
+    "to none",
+    "https://arxiv.org/abs/1812.06162",
+)
+def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
+    last = group.isel(step=slice(-max(WINDOW, group.sizes["step"] // 4), None))
+    if last.sizes["step"] < WINDOW or "batch_size" not in last.coords:
+        return
+    scale = float(noise_scale(last, weight=0.95)[-1])
+    batch = float(np.median(last["batch_size"]))
+    if not (np.isfinite(scale) and scale > 0 and batch > 0) or 0.1 * batch <= scale <= 10 * batch:
+        return
+    times = f"{scale / batch:.2g} times" if scale > batch else f"1/{batch / scale:.2g} of"
+    yield {
+        "severity": LOOK,
+        "title": f"the gradient noise scale is {times} the batch size",
+        "words": f"In the last {last.sizes['step']} rows it is about {scale:.3g} samples, the batch has {batch:.3g}. "
+        + (
+            "The gradient is mostly noise: a larger batch, by more ranks or by accumulation, would save steps "
+            "nearly in "
+            "proportion."
+            if scale > batch
+            else "The gradient is nearly exact: a smaller batch would need about as many steps, and less of everything."
+        ),
+    }
