@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numcodecs import Blosc
+from numpy.typing import NDArray
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import WrapperStore
@@ -150,24 +151,36 @@ def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
 
 
 def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
-    """What is damaged: chunks that are missing, which would read as fill values, or cannot be decoded. Reads all."""
+    """What is damaged: chunks that are missing or cannot be decoded, rows without a step. Every chunk is read."""
     told: list[str] = []
-    total = sum(run.n_chunks(path) for path in run.arrays)
-    chunks = ((key, document) for path, document in run.arrays.items() for key in run.chunks(path))
-    for done, (key, document) in enumerate(chunks, start=1):
-        if len(told) == MOST_PROBLEMS:
-            return [*told, f"and perhaps more: {total - done + 1} chunks were not looked at"]
-        data = run.keys.get_one(key)
-        if data is None:
-            told.append(f"{key} is missing")
-        else:
-            try:
-                _check_chunk(data, *_chunk_bytes(document))
-                Blosc().decode(data)
-            except (ValueError, RuntimeError) as error:
-                told.append(f"{key} is damaged: {error}")
-        progress(done, total)
+    total, done = sum(run.n_chunks(path) for path in run.arrays), 0
+    for path, document in run.arrays.items():
+        steps = []
+        for key in run.chunks(path):
+            if len(told) >= MOST_PROBLEMS:
+                return [*told, f"and perhaps more: {total - done} chunks were not looked at"]
+            data = run.keys.get_one(key)
+            if data is None:
+                told.append(f"{key} is missing")
+            else:
+                try:
+                    _check_chunk(data, *_chunk_bytes(document))
+                    steps.append(Blosc().decode(data))
+                except (ValueError, RuntimeError) as error:
+                    told.append(f"{key} is damaged: {error}")
+            if not path.endswith("/step"):
+                steps.clear()  # only rows' numbers are looked at as well
+            done += 1
+            progress(done, total)
+        if len(steps) == run.n_chunks(path) and path.endswith("/step"):
+            told += _disorder(path, np.frombuffer(b"".join(steps), "<i8")[: document["shape"][0]])
     return told
+
+
+def _disorder(path: str, steps: NDArray[np.int64]) -> list[str]:
+    """Rows that were never written, or are not in the order of their steps."""
+    before = np.concatenate([[-1], steps[:-1]])
+    return [f"{path}: row {k} has step {steps[k]} after step {before[k]}" for k in np.flatnonzero(steps <= before)[:10]]
 
 
 def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:

@@ -101,12 +101,13 @@ RANGES: dict[str, tuple[Callable[[xr.DataArray], xr.DataArray], Callable[[xr.Dat
 """Names of the range aggregations; "std" is one standard deviation below and above the mean."""
 
 
-def line_aggregation(data: xr.DataArray, method: str = "mean") -> xr.DataArray:
+def line_aggregation(data: xr.DataArray, method: str | float = "mean") -> xr.DataArray:
     """One value per epoch of something stored per step; NaN steps do not count.
 
     Args:
         data: An array of a run with the dimension ``step`` and the coordinate ``epoch``.
-        method: "mean", "median", "min", "max", "Q1", "Q3", "std" (ddof 0) or "IQR".
+        method: "mean", "median", "min", "max", "Q1", "Q3", "std" (ddof 0) or "IQR"; a number is the quantile of that
+            share, 0.9.
 
     Returns:
         The dimension ``epoch`` in place of ``step``.
@@ -114,15 +115,19 @@ def line_aggregation(data: xr.DataArray, method: str = "mean") -> xr.DataArray:
     Raises:
         ValueError: If the method is unknown, or no epoch was stored.
     """
+    if isinstance(method, float | int) and 0 <= method <= 1:
+        return _per_epoch(data, _quantile(method))
     return _per_epoch(data, _named(LINES, "line_aggregation", method))
 
 
-def range_aggregation(data: xr.DataArray, method: str = "std") -> tuple[xr.DataArray, xr.DataArray]:
+def range_aggregation(
+    data: xr.DataArray, method: str | tuple[float, float] = "std"
+) -> tuple[xr.DataArray, xr.DataArray]:
     """Lower and upper end of a band per epoch of something stored per step; NaN steps do not count.
 
     Args:
         data: An array of a run with the dimension ``step`` and the coordinate ``epoch``.
-        method: "std" (mean - std, mean + std), "Q1-Q3" or "min-max".
+        method: "std" (mean - std, mean + std), "Q1-Q3" or "min-max"; two numbers are quantiles, (0.1, 0.9).
 
     Returns:
         Two arrays with the dimension ``epoch`` in place of ``step``.
@@ -130,13 +135,16 @@ def range_aggregation(data: xr.DataArray, method: str = "std") -> tuple[xr.DataA
     Raises:
         ValueError: If the method is unknown, or no epoch was stored.
     """
+    if isinstance(method, tuple):
+        return line_aggregation(data, method[0]), line_aggregation(data, method[1])
     low, high = _named(RANGES, "range_aggregation", method)
     return _per_epoch(data, low), _per_epoch(data, high)
 
 
-def _named(table: dict[str, T], function: str, value: str, argument: str = "method") -> T:
-    if value not in table:
-        raise ValueError(f"{function}({argument}={value!r}): must be one of {list(table)}.")
+def _named(table: dict[str, T], function: str, value: str | float, argument: str = "method") -> T:
+    if not isinstance(value, str) or value not in table:
+        numbers = ", or a number from 0 to 1" if argument == "method" else ""
+        raise ValueError(f"{function}({argument}={value!r}): must be one of {list(table)}{numbers}.")
     return table[value]
 
 

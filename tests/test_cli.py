@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from numcodecs import Blosc
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from train import first_order
@@ -230,8 +231,21 @@ def test_verify(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     chunk.write_bytes(chunk.read_bytes()[:40])
     (damaged / "alpha/status/c/0").unlink()
     out, _ = ran(capfd, "verify", damaged, code=1)
-    assert "alpha/alpha/c/0 is damaged" in out and "alpha/status/c/0 is missing" in out and "2 problems" in out
+    assert "alpha/alpha/c/0 is damaged: a chunk says" in out and "alpha/status/c/0 is missing" in out
+    assert "2 problems" in out
     assert len(json.loads(ran(capfd, "verify", damaged, "--json", code=1)[0])["problems"]) == 2
+
+
+def test_verify_looks_at_the_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps that no writer of ours leaves: one that was never written, one out of order."""
+    written = Written(tmp_path / "run", [q.Loss()]).rows(20)
+    path = written.close()
+    chunk = path / "loss/step/c/0"
+    steps = np.frombuffer(Blosc().decode(chunk.read_bytes()), "<i8").copy()
+    steps[7], steps[12] = -1, 3
+    chunk.write_bytes(Blosc(cname="lz4", shuffle=1).encode(steps))
+    out, _ = ran(capfd, "verify", path, code=1)
+    assert "loss/step: row 7 has step -1 after step 6" in out and "loss/step: row 12 has step 3 after step 11" in out
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "watch"])

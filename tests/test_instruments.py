@@ -11,6 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib import cbook
 from matplotlib.axes import Axes
 from matplotlib.collections import FillBetweenPolyCollection, QuadMesh
 from matplotlib.colors import LogNorm, to_rgb
@@ -25,11 +26,12 @@ from distcockpit import quantities as q
 from distcockpit.findings import check
 from distcockpit.instruments import INSTRUMENTS, panel, panels, plot_run
 from distcockpit.instruments.data import thin
-from distcockpit.instruments.picture import CYCLE, Line, Picture
-from distcockpit.names import for_figure, plain
+from distcockpit.instruments.panel import overlay
+from distcockpit.instruments.picture import CYCLE, Band, Line, Picture
+from distcockpit.names import plain
 
 STEPS = 24
-HOSTILE = ["<img src=x onerror=alert(1)>", "$\\frac{", "\x1b[31mred\x1b[0m", "[bold]b[/bold]", "a\u202eb", "x" * 500]
+HOSTILE = ["<img src=x onerror=alert(1)>", "$\\frac{$", "\x1b[31mred\x1b[0m", "[bold]b[/bold]", "a\u202eb", "x" * 500]
 
 
 @pytest.fixture(scope="module")
@@ -452,7 +454,9 @@ def test_names_are_drawn_as_they_are_read(text: str, tmp_path: Path) -> None:
     axes = drawn("grad_norm", run)
     legend = axes.get_legend()
     assert legend is not None
-    assert legend.get_texts()[0].get_text() == for_figure(f"{text}0.weight")
+    shown = legend.get_texts()[0]
+    assert shown.get_text().replace("\\$", "$") == plain(f"{text}0.weight")
+    assert cbook.is_math_text(shown.get_text()) is not True  # no dollar of a name begins a formula
     plot_run(run, title=text).savefig(tmp_path / "panel.png", dpi=25)  # Matplotlib would stumble over a formula
 
 
@@ -482,4 +486,10 @@ def test_runs_are_drawn_over_each_other(tmp_path: Path) -> None:
         m.label.split(":")[0] for m in alpha.marks if "row" in getattr(m, "label", "")
     } == {"one", "two"}
     assert set(places["ranks"]) >= {"cosine, one", "cosine, two"}  # type: ignore[arg-type]
+    picture = Picture(
+        "x", "y [1]", [Band(np.arange(3), np.zeros(3), np.ones(3)), Line(np.arange(3), np.ones(3), "all")]
+    )
+    both = overlay({"one": picture, "two": picture}, {"one": CYCLE[0], "two": CYCLE[1]})
+    assert isinstance(both, Picture) and [m.label for m in both.marks] == ["", "one", "", "two"]  # type: ignore[union-attr]
+    assert [m.color for m in both.marks] == [CYCLE[0]] * 2 + [CYCLE[1]] * 2  # type: ignore[union-attr]
     plot_run(trees).savefig(tmp_path / "both.png", dpi=25)

@@ -87,6 +87,13 @@ def test_statistics_of_epochs(written: Written) -> None:
         found = line_aggregation(alpha, method)
         np.testing.assert_allclose(found.values, numbers, rtol=1e-12)
         assert list(found["epoch"].values) == [0, 1, 2]
+    np.testing.assert_allclose(line_aggregation(alpha, 0.9), [np.quantile(p, 0.9) for p in known])
+    low, high = range_aggregation(alpha, (0.1, 0.9))
+    np.testing.assert_allclose(low, [np.quantile(p, 0.1) for p in known])
+    np.testing.assert_allclose(high, [np.quantile(p, 0.9) for p in known])
+    for wrong in ("average", 90, (0.1, 1.5)):
+        with pytest.raises(ValueError, match="must be one of .*, or a number from 0 to 1"):
+            (range_aggregation if isinstance(wrong, tuple) else line_aggregation)(alpha, wrong)  # type: ignore[operator]
     bands = {"std": ("mean", "std"), "Q1-Q3": ("Q1", "Q3"), "min-max": ("min", "max")}
     assert set(bands) == set(RANGES)
     for method, (a, b) in bands.items():
@@ -131,6 +138,8 @@ def test_noise_scale_divides_smoothed_parts(written: Written, source: str, prefi
     expected = np.tensordot(weights, noise, (0, 0)) / np.tensordot(weights, signal, (0, 0))
     np.testing.assert_allclose(found.values[-1], np.where(expected > 0, expected, np.nan), rtol=1e-9)
     assert found.attrs["units"] == "samples"
+    below = node.to_dataset().assign({f"{prefix}signal": -(node[f"{prefix}signal"] ** 2)})
+    assert np.isnan(noise_scale(below, 0.8, source)).all()  # no batch size is negative
     mean_of_ratios = np.nanmean(noise / signal, axis=0)
     assert not np.allclose(mean_of_ratios, expected, rtol=0.1)  # what must not be done
 
