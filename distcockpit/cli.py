@@ -239,7 +239,8 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
     """Redraw when rows were committed."""
     out = console()
     name = next(iter(_names((run,))))
-    seen, shown = None, terminal.view(open_run(run, storage_options), {}, name, out.height)
+    tree = open_run(run, storage_options)
+    seen, shown = None, terminal.view(tree, facts(tree), name, out.height)
     with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal, transient=True) as live:
         while True:
             try:

@@ -38,7 +38,7 @@ def _tables(
     for name, node in run.children.items():
         progress(name)
         frame = to_dataframe(node)
-        frame.columns = pd.Index(_different([_cell(column) for column in frame.columns]))
+        frame.columns = pd.Index(_different([visible(column) for column in frame.columns]))
         texts = [column for column in frame if frame[column].dtype.kind not in "fiubM"]
         frame[texts] = frame[texts].map(_cell)
         paths.append(folder / f"{name}{suffix}")

@@ -122,7 +122,7 @@ def _numbers(run: xr.DataTree) -> Iterator[tuple[str, int, float, str, str]]:
         data = node.to_dataset()
         if not data.sizes.get("step"):
             continue
-        main = [name for name in (group, "total") if name in data]
+        main = [name for name in (group, "total") if name in data and data[name].dims == ("step",)]
         for name, array in data[main[:1] or [str(name) for name in data.data_vars]].data_vars.items():
             if array.dims == ("step",) and array.dtype.kind == "f":
                 values = array[-10_000:].values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,7 +20,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import xarray as xr
 from numcodecs import Blosc
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from train import first_order
@@ -28,7 +31,9 @@ from written import Written, model
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.cli import main
+from distcockpit.export import export_csv
 from distcockpit.run import to_dataframe
+from distcockpit.terminal import view
 
 COMMANDS = ["info", "plot", "report", "watch", "export", "verify"]
 
@@ -387,6 +392,23 @@ def test_hostile_names_in_a_terminal_and_in_tables(
     assert json.loads(ran(capfd, "info", path, "--json")[0])["versions"]["torch"] == text  # as it is, for a script
 
 
+def test_texts_in_tables_are_no_formulas(tmp_path: Path) -> None:
+    texts = np.array(["=cmd|' /C calc'!A0", "+1", "-1", "@x", "plain", "a\x1b[31m"])
+    data = xr.Dataset({"text": ("step", texts), "value": ("step", np.arange(6.0) - 3)}, {"step": np.arange(6)})
+    export_csv(xr.DataTree.from_dict({"group": data}), tmp_path, lambda name: None)
+    table = pd.read_csv(tmp_path / "group.csv")
+    assert list(table["text"]) == ["'=cmd|' /C calc'!A0", "'+1", "'-1", "'@x", "plain", "a\ufffd[31m"]
+    assert list(table["value"]) == [-3, -2, -1, 0, 1, 2]  # numbers are numbers
+
+
+def test_each_quantity_has_a_line_in_the_terminal(store: Path) -> None:
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(view(open_run(store), {}, "run", height=200))
+    shown = console.export_text()
+    for name in ("alpha", "distance/total", "grad_norm/total", "update_size/total", "loss", "log/train_loss"):
+        assert f" {name} " in shown
+
+
 def terminal(
     command: list[str], *script: tuple[str, Callable[[], object] | None], seconds: float = 120
 ) -> tuple[str, int]:
@@ -440,6 +462,12 @@ def test_the_terminal_view_follows_a_run(tmp_path: Path) -> None:
     assert code == 130 and "Traceback" not in seen and "nothing looks wrong" in seen
     assert "wrong: ranks hold different parameters from step 12" in seen
     assert re.search("[▁▂▃▄▅▆▇█]{10}", seen) and "ranks 4" in seen
+
+
+def test_the_terminal_view_of_a_run_without_rows(tmp_path: Path) -> None:
+    path = Written(tmp_path / "run", [q.Alpha(), q.Loss()]).close()
+    seen, code = terminal([sys.executable, "-m", "distcockpit", "watch", "--terminal", str(path)], ("ranks 4", None))
+    assert code == 130 and "Traceback" not in seen
 
 
 def test_the_terminal_view_waits_for_a_run_that_is_away(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cli import terminal
+from test_page import get, watching
 
 from distcockpit import open_run, presets
 
@@ -51,6 +53,13 @@ def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy.zarr")
     cockpit("compare", store, str(tmp_path / "copy.zarr"), "-o", str(tmp_path / "both.html"))
     cockpit("export", store, "-o", str(tmp_path / "events"))
+    with watching(store) as (address, _):
+        status, page = get(address)
+    assert status == 200 and "<title>digits" in page
+    seen, code = terminal(
+        [sys.executable, "-m", "distcockpit", "watch", "--terminal", store], ("grad_norm/total", None)
+    )
+    assert code == 130 and "up to step 11" in seen
 
 
 @pytest.mark.parametrize("model, optimizer", [("cnn", "adamw"), ("mlp", "sgd")])
