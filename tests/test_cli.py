@@ -373,13 +373,14 @@ def test_hostile_names_in_a_terminal_and_in_tables(
 ) -> None:
     facts = model(lambda name: f"{text}{name}")
     written = Written(tmp_path / "run", [q.GradNorm(), q.RankHealth(), q.Loss()], facts, versions={"torch": text})
-    written.groups["loss"].attributes["quantity"] = text  # type: ignore[index]
     bad = np.zeros((20, 4), dtype=int)
     bad[:, 1] = 1
     zero = np.ones((20, 6))
     zero[:, 0] = 0
     rows = {"rank_health": {"nonfinite_losses": bad, "first_nonfinite_output": bad}, "grad_norm": {"grad_norm": zero}}
     path = written.rows(20, **rows).close()
+    written.say("loss", quantity=text)
+    written.say("loss/loss", long_name=text, units=text)
     for arguments in (["info", path], ["verify", path]):
         out, err = ran(capfd, *arguments)
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out + err)

@@ -206,12 +206,15 @@ HOSTILE = [
 def test_hostile_names_are_text(page: Page, tmp_path: Path, first: str) -> None:
     facts = model(lambda name: f"{first}{name}")
     written = Written(tmp_path / "run.zarr", QUANTITIES, facts, versions={"torch": first}, config={"a": first})
-    written.groups["alpha"].attributes["description"] = first  # type: ignore[index]
     store = rows(written, 40).close()
+    written.say("hess_max_ev", quantity=first, description=first)  # a class that nobody knows
+    written.say("hess_max_ev/hess_max_ev", long_name=first, units=first)
+    written.say("norm_test/norm_test", long_name=first, units=first)
     target = store.rename(tmp_path / (first.replace("/", "") + ".zarr"))
     opened(page, report(target, tmp_path / "report.html"))
     for picture in ("grad_norm", "output_gradients-output_gradient_geometry", "grad_hist_2d_parameters-grad_hist_2d"):
         traces(page, picture)
+    traces(page, "more-hess_max_ev")
     page.locator("#picker summary").click()
     shown = page.locator("#members label").first.text_content()
     clean = "".join(c if c.isprintable() else "\ufffd" for c in first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ class Written:
         self.store.commit("closed")
         self.store.release()
         return self.path
+
+    def say(self, path: str, **attributes: Any) -> None:
+        """Change attributes of a group or an array, as somebody with an editor would; after the run was closed."""
+        document = json.loads((self.path / "zarr.json").read_text())
+        document["consolidated_metadata"]["metadata"][path]["attributes"] |= attributes
+        (self.path / "zarr.json").write_text(json.dumps(document))
 
     def _values(self, n: int, name: str, field: str, given: Any) -> Any:
         one, group = self.groups[name].fields[field], self.groups[name]
