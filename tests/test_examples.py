@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray as xr
 from test_cli import terminal
 from test_page import get, watching
 
@@ -36,6 +37,14 @@ def cockpit(*arguments: str) -> str:
     return run(sys.executable, "-m", "distcockpit", *arguments)
 
 
+def check_rows(tree: xr.DataTree, said: str, preset: str) -> None:
+    """Every quantity of a preset has rows, and values."""
+    for name in {q.name for q in presets.PRESETS[preset]()}:
+        assert f"{name} (3)" in said
+        for field, array in tree[name].data_vars.items():
+            assert array.dtype.kind != "f" or np.isfinite(array.isel(step=-1)).any(), (name, field)
+
+
 def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
     said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, *SHORT)
@@ -43,6 +52,7 @@ def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     tree = open_run(store)
     assert tree.attrs["world_size"] == 4 and tree.attrs["state"] == "closed"
     assert (tree["alpha"]["batch_size"] == 128).all()
+    check_rows(tree, said, "full")
     said = cockpit("info", store)
     for name in tree.children:
         assert name in said
@@ -52,7 +62,7 @@ def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     assert "all committed rows" in cockpit("verify", store)
     shutil.copytree(store, tmp_path / "copy.zarr")
     cockpit("compare", store, str(tmp_path / "copy.zarr"), "-o", str(tmp_path / "both.html"))
-    cockpit("export", store, "-o", str(tmp_path / "events"))
+    cockpit("export", store, "-o", str(tmp_path / "events"), "--quantity", "alpha", "--quantity", "grad_norm")
     with watching(store) as (address, _):
         status, page = get(address)
     assert status == 200 and "<title>digits" in page
@@ -99,15 +109,11 @@ def test_gpt2_on_four_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "gpt2.png").stat().st_size > 20_000
 
 
-@pytest.mark.parametrize("preset", ["full", "layers"])
-def test_digits_with_every_preset(tmp_path: Path, preset: str) -> None:
+def test_digits_layer_by_layer(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
-    said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, "--quantities", preset, *SHORT)
-    tree = open_run(store)
-    for name in {q.name for q in presets.PRESETS[preset]()}:
-        assert f"{name} (3)" in said
-        for field, array in tree[name].data_vars.items():
-            assert array.dtype.kind != "f" or np.isfinite(array.isel(step=-1)).any(), (name, field)
+    options = ("--quantities", "layers", *SHORT)
+    said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, *options)
+    check_rows(open_run(store), said, "layers")
     cockpit("plot", store, "-o", str(tmp_path / "digits.png"))
 
 
