@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -103,7 +104,7 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
     return sorted(set(folder.iterdir()) - before)
 
 
-def _add_histogram(writer, tag: str, step: int, time: float, counts: np.ndarray, edges: np.ndarray) -> None:  # type: ignore[no-untyped-def]
+def _add_histogram(writer: Any, tag: str, step: int, time: float, counts: np.ndarray, edges: np.ndarray) -> None:
     """Counts as they are; moments, which a histogram does not hold, from the middles of its bins."""
     if not counts.sum() or not np.isfinite(edges).all():
         return
