@@ -34,7 +34,7 @@ def mixed_up_rows(
     """The layers whose output rows are not the samples, one each.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
-    Nothing is found where the model returns nothing but its loss, wrote to its own input, or cannot be run again.
+    Nothing is found where the model returns nothing but its loss, or cannot be run again.
 
     Args:
         captured: The micro-batches.
@@ -49,7 +49,7 @@ def mixed_up_rows(
     found: set[str] = set()
     for micro in captured:
         for forward in micro.passes:
-            if micro.batch_size < 2 or not forward.output_gradients or not forward.can_run_again:
+            if micro.batch_size < 2 or not forward.output_gradients or forward.writes_parameters:
                 continue
             problem = ""
             for inputs_ask in (True, False):  # for gradients, which some models do not bear
@@ -141,7 +141,7 @@ def _recaptured(
     constant_statistics: bool,
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
     """The tensors that the model returns when it is called again, with other layers hooked."""
-    again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size)
+    again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size, copies=False)
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
         again.start()

@@ -7,7 +7,7 @@ import operator
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -27,32 +27,93 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule
+from distcockpit.schema import NAME
 from distcockpit.session import Setup
 
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper.
+    """The module inside the wrappers: DistributedDataParallel, torch.compile, in any order.
 
     Raises:
         TypeError: If the model is no module, or wrapped in something that is not supported.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: must be a torch.nn.Module, mostly DistributedDataParallel(net).")
-    if isinstance(model, DistributedDataParallel):
-        return model.module
-    kinds = {kind.__name__ for kind in type(model).__mro__}
-    if kinds & {"FullyShardedDataParallel", "FSDPModule", "DataParallel"}:
-        raise TypeError(
-            f"model={type(model).__name__}: its parameters or its batch are split inside the wrapper, which is not "
-            "supported. Use DistributedDataParallel."
-        )
-    return model
+    bare = wrappers(model)[-1]
+    for path, module in bare.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        what = f"model={type(model).__name__}" if not path else f"Module '{path}' of the model"
+        if "FSDPModule" in kinds:
+            raise TypeError(
+                f"{what} was given to fully_shard (FSDP2): its parameters exist whole only while it runs, and their "
+                "gradients never, so that the individual gradients cannot be compared with them, nor projected. Use "
+                "DistributedDataParallel, with ZeroRedundancyOptimizer where the optimizer's state is too large."
+            )
+        if kinds & {"FullyShardedDataParallel", "DataParallel"}:
+            raise TypeError(
+                f"{what} is a {type(module).__name__}: its parameters or its batch are split inside the wrapper, which "
+                "is not supported. Use DistributedDataParallel."
+            )
+    for name, p in bare.named_parameters():
+        if type(p).__name__ == "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a DTensor, of which each rank holds a part (tensor parallelism, fully_shard). "
+                "Only whole parameters are supported: use DistributedDataParallel."
+            )
+    return bare
+
+
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """The model with what it wraps, from outside to inside."""
+    found = [model]
+    while True:
+        outer = found[-1]
+        if isinstance(outer, DistributedDataParallel):
+            found.append(outer.module)
+        elif type(outer).__name__ == "OptimizedModule":  # of torch.compile, which takes long to import
+            found.append(outer.get_submodule("_orig_mod"))
+        else:
+            return found
+
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+"""The optimizers of the model, by name."""
+
+
+def named_optimizers(optimizer: object) -> Optimizers:
+    """The optimizers by name; a single one has an empty name, those of a list their places.
+
+    Raises:
+        TypeError: If something is no optimizer.
+        ValueError: If a name cannot be one of a group in the store.
+    """
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        named = dict(optimizer)
+    elif isinstance(optimizer, list | tuple):
+        named = {str(k): each for k, each in enumerate(optimizer)}
+    else:
+        named = {"": optimizer}
+    for name, each in named.items():
+        if not hasattr(each, "param_groups"):
+            raise TypeError(
+                f"optimizer={each!r}: must be a torch.optim.Optimizer, several of them as a list or by name, or None."
+            )
+        if not isinstance(name, str) or (name and not NAME.fullmatch(f"a_{name}")):
+            raise ValueError(
+                f"optimizer={{{name!r}: ...}}: names must be texts of letters, digits, '_', '-' and '.': they name "
+                "groups in the store."
+            )
+    if len(named) == 1:
+        return {"": next(iter(named.values()))}
+    return named
 
 
 def chosen_quantities(
-    quantities: str | Sequence[Quantity], schedule: Schedule, optimizer: torch.optim.Optimizer | None
+    quantities: str | Sequence[Quantity], schedule: Schedule, optimizers: Optimizers
 ) -> list[Quantity]:
     """The quantities, each with a schedule and a name of its own; the learning rates with them.
 
@@ -72,6 +133,11 @@ def chosen_quantities(
     for quantity in chosen:
         if not isinstance(quantity, Quantity):
             raise TypeError(f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR().")
+    if len(optimizers) > 1:
+        given = {q.name for q in chosen}
+        chosen = [
+            each for q in chosen for each in q.for_optimizers(list(optimizers)) if each is q or each.name not in given
+        ]
     names = [q.name for q in chosen]
     for name in names:
         if names.count(name) > 1:
@@ -80,34 +146,37 @@ def chosen_quantities(
                 f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
             )
     chosen = [q.with_schedule(schedule) for q in chosen]
-    if optimizer is not None and "learning_rate" not in names:
+    if optimizers and "learning_rate" not in names:
         schedules = tuple(dict.fromkeys(q.schedule for q in chosen if q.schedule is not None))
         chosen.append(LearningRate(schedule=schedules[0] if len(schedules) == 1 else AnyOf(schedules)))
     return chosen
 
 
-def check_loss_and_optimizer(
-    loss_fn: nn.Module | None, optimizer: torch.optim.Optimizer | None, bare: nn.Module
-) -> None:
+def check_loss_and_optimizers(loss_fn: nn.Module | None, optimizers: Optimizers, bare: nn.Module) -> None:
     """Whether they are what they should be, and belong to the model.
 
     Raises:
-        TypeError: If the loss is neither a module nor ``None``, or the optimizer is none.
-        ValueError: If the optimizer is one of another model.
+        TypeError: If the loss is neither a module nor ``None``.
+        ValueError: If an optimizer is one of another model, or two hold the same parameter.
     """
     if loss_fn is not None and not isinstance(loss_fn, nn.Module):
         raise TypeError(
             f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), or None for a loss computed by "
             "a function or inside the model."
         )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer={optimizer!r}: must be a torch.optim.Optimizer or None.")
-    if optimizer is not None:
-        mine = {id(p) for p in bare.parameters()}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+    mine = {id(p): name for name, p in bare.named_parameters()}
+    held: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if mine.keys().isdisjoint(ids):
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Give the optimizer of "
                 "this model."
+            )
+        if twice := [p for p in ids if held.setdefault(p, name) != name]:
+            raise ValueError(
+                f"optimizer: '{held[twice[0]]}' and '{name}' both hold parameter '{mine.get(twice[0], '?')}', so that "
+                "its updates cannot be told apart. Give each parameter to one optimizer."
             )
 
 
@@ -121,10 +190,8 @@ def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
 
 
-def model_facts(
-    bare: nn.Module, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None, world_size: int
-) -> Model:
-    """What quantities may know of the model, the optimizer and the ranks."""
+def model_facts(bare: nn.Module, layers: Sequence[Layer], optimizers: Optimizers, world_size: int) -> Model:
+    """What quantities may know of the model, the optimizers and the ranks."""
     tracked = {full for layer in layers for full in layer.parameters.values()}
     shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
     leaves = {
@@ -136,7 +203,7 @@ def model_facts(
     for layer in layers:
         for full in layer.parameters.values():
             owner.setdefault(full, layer.path)
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
     group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
     parameters = dict(bare.named_parameters())
     return Model(
@@ -147,8 +214,15 @@ def model_facts(
         every_parameter=list(parameters),
         parameter_groups={name: group_of[id(parameters[name])] for name in shapes if id(parameters[name]) in group_of},
         n_parameter_groups=len(groups),
+        optimizers=_held_by(optimizers, {name: parameters[name] for name in shapes}) if len(optimizers) > 1 else {},
         world_size=world_size,
     )
+
+
+def _held_by(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """Names of the tracked parameters that each optimizer holds."""
+    ids = {key: {id(p) for group in each.param_groups for p in group["params"]} for key, each in optimizers.items()}
+    return {key: [name for name, p in parameters.items() if id(p) in own] for key, own in ids.items()}
 
 
 def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:
@@ -257,11 +331,28 @@ def check_batch(weight: object, batch_size: object) -> None:
             raise TypeError(f"track(batch_size={batch_size!r}): must be an integer.")
         if batch_size < 0:
             raise ValueError(f"track(batch_size={batch_size!r}): must be at least 0.")
-    if weight is not None:
-        if isinstance(weight, bool) or not isinstance(weight, Real):
-            raise TypeError(f"track(weight={weight!r}): must be a number.")
-        if not 0 <= float(weight) < float("inf"):
-            raise ValueError(f"track(weight={weight!r}): must be at least 0 and finite.")
+    check_positive("track", weight=weight)
+
+
+def check_positive(call: str, **options: object) -> None:
+    """Whether these are numbers that are not negative, or not given.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is negative or not finite.
+    """
+    for name, value in options.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not (isinstance(value, Real) or _is_number(value)):
+            raise TypeError(f"{call}({name}={value!r}): must be a number.")
+        if not 0 <= float(value) < float("inf"):  # type: ignore[arg-type]
+            raise ValueError(f"{call}({name}={value!r}): must be at least 0 and finite.")
+
+
+def _is_number(value: object) -> bool:
+    """A tensor or an array with one element."""
+    return getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "__float__")
 
 
 def description(
@@ -277,6 +368,7 @@ def description(
     agreed |= {name: str(value) for name, value in options.items()}
     agreed["tracked modules"] = str(list(facts.leaves))
     agreed["the optimizer's parameter groups"] = str((facts.n_parameter_groups, dict(facts.parameter_groups)))
+    agreed["optimizers"] = str(dict(facts.optimizers))
     agreed["the order of quantities"] = str([q.name for q in quantities])
     return agreed
 
@@ -285,7 +377,7 @@ def check_needs(
     quantities: Sequence[Quantity],
     bare: nn.Module,
     loss_fn: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
 ) -> None:
     """Whether there is what the quantities need. For curvature, raises as ``Diagonals.check_support``.
 
@@ -305,7 +397,7 @@ def check_needs(
                 f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
                 "module, or leave the quantity out."
             )
-        if needs.optimizer and optimizer is None:
+        if needs.optimizer and not optimizers:
             raise ValueError(
                 f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
                 "optimizer, or leave the quantity out."
@@ -323,7 +415,7 @@ def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
             "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
             "model": type(setup.bare).__name__,
             "loss_fn": type(setup.loss_fn).__name__,
-            "optimizer": type(setup.optimizer).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in setup.optimizers.values()) or "NoneType",
         },
     }
 

@@ -17,10 +17,15 @@ class Arrivals:
 
     Args:
         parameters: By name, in the order of ``flat``.
+        keep_left: Whether to keep what is in ``.grad`` before.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], keep_left: bool = False) -> None:
         self._parameters = parameters
+        self.paused = False
+        self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first of them arrived
+        if keep_left:
+            self.left = {name: _copied(p.grad) for name, p in parameters.items()}
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
     @property
@@ -61,11 +66,18 @@ class Arrivals:
 
     def _add(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is None:
+            if gradient is None or self.paused:
                 return
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             kind, before = torch.promote_types(dense.dtype, torch.float32), self.gradients.get(name)
+            if before is None and self.left:
+                self.left[name] = _copied(self._parameters[name].grad)
             # A copy: DDP averages the gradient in place.
             self.gradients[name] = dense.to(kind, copy=True) if before is None else before + dense
 
         return hook
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    """A dense copy."""
+    return None if gradient is None else gradient.detach().to_dense().clone()

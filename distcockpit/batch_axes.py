@@ -131,7 +131,7 @@ class BatchAxes:
         args, kwargs = map_tensors(grow, (forward.args, forward.kwargs))
         if not count:
             raise ValueError(f"no tensor argument has {n} samples on axis {axis}")
-        return replace(forward, args=args, kwargs=kwargs, versions=[], uses=[], calls=Counter())
+        return replace(forward, args=args, kwargs=kwargs, uses=[], calls=Counter())
 
     def of(self, path: str, call: int, shapes: Shapes, batch_size: int) -> Axes:
         """The batch axes of an output, known or guessed.

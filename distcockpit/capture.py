@@ -8,8 +8,10 @@ gradients wrong when it is taken at arrival.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.arrivals import Arrivals
 from distcockpit.batch_axes import BatchAxes, shapes_of
-from distcockpit.captured import Captured, ForwardPass, Loss, LossCall, Micro, interpret, received, scalar_output
+from distcockpit.captured import (
+    Captured,
+    ForwardPass,
+    Loss,
+    LossCall,
+    Micro,
+    interpret,
+    received,
+    returned_any,
+    scalar_output,
+)
 from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
@@ -44,6 +56,8 @@ class Capture:
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
         watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
+        keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
+        copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
     """
 
     def __init__(
@@ -58,11 +72,15 @@ class Capture:
         observers: Mapping[str, Observer] | None = None,
         batch_size: int | None = None,
         watch: Mapping[str, Tensor] | None = None,
+        keep_left: bool = False,
+        copies: bool = True,
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough = thorough
         self._batch_size = batch_size
-        self.arrivals = Arrivals(watch or {})
+        self.arrivals = Arrivals(watch or {}, keep_left)
+        self._copies, self._own = copies, OwnCopies()
+        self._paused, self._thread = False, threading.get_ident()
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
@@ -80,6 +98,7 @@ class Capture:
     def start(self) -> None:
         """Put the hooks on. They run before the user's own, so that they see what the layers computed."""
         self._open = True
+        _running.append(self)
         keep = self._handles.append
         keep(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True))
         for layer in self._layers:
@@ -94,14 +113,25 @@ class Capture:
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""
         self._open = False
+        if self in _running:
+            _running.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def pause(self, paused: bool) -> None:
+        """Look away, or look again."""
+        self._paused = self.arrivals.paused = paused
+
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._paused:
+            return
         if not torch.is_grad_enabled():
             self._pass = None
             return
+        if self._pass is not None and self._pass.is_open and not self._pass.uses:
+            # A call of the model that does nothing but call the model: Lightning takes training_step through it.
+            self.micros[-1].passes.remove(self._pass)
         # Any pass may have to be run again: a loop may change at any step.
         random_state, states = RandomState.take(self._device), ModuleStates.take(module)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -109,10 +139,11 @@ class Capture:
         if micro is None or micro.losses or any(p.went_backward for p in micro.passes):
             micro = Micro()
             self.micros.append(micro)
-        batch_size, versions = self._infer_batch_size(args, kwargs), _versions((args, kwargs))
-        # The user's own containers may be emptied in the forward pass.
-        args, kwargs = map_tensors(lambda t: t, (args, kwargs))
-        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, versions, self._autocast(), states)
+        batch_size = self._infer_batch_size(args, kwargs)
+        # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
+        self._own = OwnCopies(tensors((args, kwargs)) if self._copies else ())
+        args, kwargs = map_tensors(self._own, (args, kwargs))
+        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
         micro.passes.append(self._pass)
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
@@ -140,10 +171,14 @@ class Capture:
         )
 
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not torch.is_grad_enabled() or self._pass is None:
+        if not torch.is_grad_enabled() or self._pass is None or self._paused:
             return output
-        self.forward_seconds += time.perf_counter() - self._entered
         forward = self._pass
+        if not forward.is_open:
+            self._leave_rerouted(output)
+            return output
+        forward.is_open = False
+        self.forward_seconds += time.perf_counter() - self._entered
         aliased = sum(t.requires_grad for t in tensors(output)) > 1
         if aliased:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
@@ -155,6 +190,7 @@ class Capture:
         forward.output = output
         forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
         forward.writes_parameters = self._fingerprint() != self._parameters
+        forward.writes_inputs = self._own.were_written
         loss = scalar_output(output)
         if loss is not None:
             forward.loss = loss.detach().double()
@@ -165,30 +201,38 @@ class Capture:
                 self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
         return output
 
+    def _leave_rerouted(self, output: Any) -> None:
+        """A call of the model that called the model ends: what it returns may be the loss."""
+        loss = scalar_output(output)
+        if loss is not None and not self.micros[-1].losses:
+            self.record_losses(loss)
+
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._paused:
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            state, versions = RandomState.take(self._device), _versions((args, kwargs))
-            self._before[id(module)] = _Before(state, buffers, versions, ModuleStates.take(module))
+            kept = map_tensors(self._own, (args, kwargs))
+            state = RandomState.take(self._device)
+            self._before[id(module)] = _Before(state, buffers, kept, _versions(kept), ModuleStates.take(module))
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not torch.is_grad_enabled() or self._pass is None:
+            if not torch.is_grad_enabled() or self._pass is None or self._paused:
                 return
-            kept = (args, kwargs) if layer.parameters or isinstance(module, _BatchNorm) else ((), {})
             before = self._before.pop(id(module), None)
             if before is None:
+                wanted = layer.parameters or isinstance(module, _BatchNorm)
+                kept = map_tensors(self._own, (args, kwargs)) if wanted else ((), {})
                 has_buffers = layer.parameters and (module._buffers or module._modules)
                 buffers = dict(module.named_buffers()) if has_buffers else {}
-                before = _Before(None, buffers, _versions(kept), None)
+                before = _Before(None, buffers, kept, _versions(kept), None)
             call, shapes = self._pass.calls[layer.path], shapes_of(output)
             axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size)
             self._pass.calls[layer.path] += 1
             use = Use(
                 layer,
                 layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
-                *kept,
+                *before.kept,
                 versions=before.versions,
                 training={m: m.training for m in (module.modules() if module._modules else (module,))},
                 buffers=before.buffers,
@@ -233,7 +277,7 @@ class Capture:
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._paused:
             return
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -243,28 +287,38 @@ class Capture:
         if not output.requires_grad:
             return
         micro = self._current_micro(f"{type(module).__name__} was called")
-        forward = micro.passes[-1]
+        owners = [forward for forward in micro.passes if returned_any(forward, (args, kwargs))]
+        forward = owners[0] if len(owners) == 1 else micro.passes[-1]
         parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
-        call = LossCall(args, kwargs, parts, output.detach())
+        call = LossCall(args, kwargs, parts, output.detach(), of=forward if len(owners) == 1 else None)
         micro.losses.append(call)
         self._on_gradient(output, lambda g: _accumulate(call, g))
 
-    def record_losses(self, losses: Tensor) -> None:
-        """Individual losses ``[B]`` of the latest forward pass, in the user's own graph.
+    def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
+        """Losses of the latest forward pass, as the user says; see ``DistCockpit.record_losses``.
 
         Raises:
-            ValueError: If the shape is another.
+            ValueError: If the shape is another, or ``divisor`` is given where it is measured.
         """
         micro = self._current_micro("record_losses was called")
         expected = micro.passes[-1].batch_size
-        if losses.shape != (expected,):
+        if losses.shape not in ((expected,), ()):
             raise ValueError(
                 f"record_losses(losses): losses has shape {tuple(losses.shape)}, but must hold one loss for each of "
-                f"the {expected} samples, shape ({expected},)."
+                f"the {expected} samples, shape ({expected},), or be the loss of all of them, without axes."
             )
-        individual = losses.detach().double()
-        parts = Decomposition(individual.sum(), individual, float(expected), is_sum=False)
-        call = LossCall((), {}, parts, losses.detach(), recorded=True)
+        if losses.dim() and losses.requires_grad and divisor is not None:
+            raise ValueError(
+                f"record_losses(divisor={divisor!r}): what individual losses are divided by is measured where they are "
+                "differentiated. Leave it out, or give losses.detach()."
+            )
+        individual = losses.detach().double() if losses.dim() else None
+        given = self._loss.weight if weight is None else weight
+        weight = float(expected if given is None else given)
+        divisor = weight if divisor is None else float(divisor)
+        total = losses.detach().double() * divisor if individual is None else individual.sum()
+        parts = Decomposition(total, individual, divisor, is_sum=False)
+        call = LossCall((), {}, parts, losses.detach(), weight=weight)
         micro.losses.append(call)
         if losses.requires_grad:
             self._on_gradient(losses, lambda g: _accumulate(call, g))
@@ -297,12 +351,70 @@ class Capture:
         return interpret(self.micros, self._loss, self._batch_size)
 
 
+_running: list[Capture] = []
+"""All that have hooks on modules."""
+
+
+@contextmanager
+def undisturbed() -> Generator[None, None, None]:
+    """Inside, modules are run again, and captures of other cockpits in this thread look away."""
+    others = [capture for capture in _running if capture._thread == threading.get_ident() and not capture._paused]
+    for capture in others:
+        capture.pause(True)
+    try:
+        yield
+    finally:
+        for capture in others:
+            capture.pause(False)
+
+
+class OwnCopies:
+    """Copies of tensors that the user may write to: called with one of them, or a view of one, it gives the copy.
+
+    Args:
+        given: The tensors; parameters stay what they are.
+    """
+
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+        self._given = [t for t in given if not isinstance(t, nn.Parameter)]
+        self._memory = {_memory_of(t) for t in self._given}
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor as it is now, where its memory is that of a given one; else the tensor."""
+        if not self._memory or _memory_of(tensor) not in self._memory or isinstance(tensor, nn.Parameter):
+            return tensor
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride()) if _is_plain(tensor) else ()
+        key = (_memory_of(tensor), tensor.dtype, view, _version(tensor))
+        if key not in self._made:
+            self._made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return self._made[key]
+
+    @property
+    def were_written(self) -> bool:
+        """Whether the given tensors are not any more what they were when they were copied."""
+        return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == _memory_of(t))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if _is_plain(tensor) else id(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True)
 class _Before:
     """What a layer found when it was called."""
 
     random_state: RandomState | None
     buffers: dict[str, Tensor]
+    kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
     states: ModuleStates | None
 

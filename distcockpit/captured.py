@@ -32,10 +32,10 @@ class ForwardPass:
     batch_size: int
     random_state: RandomState | None
     buffers: dict[str, Tensor] | None  # of the model before the pass, for a replay
-    versions: list[tuple[Tensor, int]]  # of the arguments before the pass
     autocast: torch.dtype | None = None  # the type of mixed precision, if any
     states: ModuleStates | None = None  # the attributes of modules before the pass
     writes_parameters: bool = False
+    writes_inputs: bool = False
     uses: list[Use] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of each module
     output: Any = None
@@ -44,6 +44,7 @@ class ForwardPass:
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     loss: Tensor | None = None  # the scalar output, if there is one
     loss_position: int = -1
+    is_open: bool = True  # until the model returns
 
     @property
     def factor(self) -> Tensor | None:
@@ -59,19 +60,15 @@ class ForwardPass:
         return self.output_gradients[self.loss_position].double()
 
     @property
-    def inputs_changed(self) -> bool:
-        """Whether an argument was written to after the pass began, so that it cannot be run again."""
-        return any(tensor._version != version for tensor, version in self.versions)
-
-    @property
-    def can_run_again(self) -> bool:
-        """Whether a second call would compute the same."""
-        return not self.inputs_changed and not self.writes_parameters
-
-    @property
     def went_backward(self) -> bool:
         """Whether any output gradient arrived."""
         return any(use.output_gradients for use in self.uses)
+
+
+def returned_any(forward: ForwardPass, given: Any) -> bool:
+    """Whether one of the given tensors is what the pass returned, or a view of that."""
+    ours = {t.untyped_storage().data_ptr() for t in tensors(forward.output) if t.requires_grad}
+    return any(t.requires_grad and t.untyped_storage().data_ptr() in ours for t in tensors(given))
 
 
 def scalar_output(output: Any) -> Tensor | None:
@@ -88,8 +85,14 @@ class LossCall:
     kwargs: dict[str, Any]
     decomposition: Decomposition
     value: Tensor
-    recorded: bool = False
+    weight: float | None = None  # the user's word, if the loss was recorded
+    of: ForwardPass | None = None  # the pass whose output the loss module was given
     factor: Tensor | None = None  # gradient that reached the loss: a number, or one per recorded loss
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the user told these losses."""
+        return self.weight is not None
 
 
 @dataclass
@@ -203,7 +206,7 @@ def interpret(micros: Sequence[Micro], loss: Loss, batch_size: int | None) -> li
             "The tracked step ended without a forward pass of the model (gradients enabled). Call the model inside "
             "`with cockpit.track(step):`, as `cockpit(x)` or as the module given to DistCockpit."
         )
-    split = [part for m in micros for part in ([m] if m.losses else [Micro([forward]) for forward in m.passes])]
+    split = [part for m in micros for part in _paired(m)]
     for micro in split:
         for forward in micro.passes:
             if forward.batch_size and not forward.went_backward:
@@ -218,6 +221,16 @@ def interpret(micros: Sequence[Micro], loss: Loss, batch_size: int | None) -> li
                 "Leave it out and give the loss as a module (loss_fn=...) or by cockpit.record_losses(losses)."
             )
     return [_captured(micro, loss, len(split)) for micro in split]
+
+
+def _paired(micro: Micro) -> list[Micro]:
+    """Passes that share no loss, apart: without a loss module, or where each call of it was given the output of one."""
+    if not micro.losses:
+        return [Micro([forward]) for forward in micro.passes]
+    of = [call.of for call in micro.losses]
+    if len(micro.passes) < 2 or any(forward not in of for forward in micro.passes):
+        return [micro]
+    return [Micro([forward], [call for call in micro.losses if call.of is forward]) for forward in micro.passes]
 
 
 def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
@@ -290,13 +303,15 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
 
 def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
     call = micro.losses[-1]
-    individual = call.decomposition.individual
-    assert individual is not None
-    batch_size = len(individual)
-    weight = float(batch_size) if loss.weight is None else loss.weight
+    parts, weight = call.decomposition, call.weight
+    individual = parts.individual
+    assert weight is not None
     if call.factor is None:  # recorded beside the graph: they tell the losses, not the factor
-        scale = _scale_without_loss(micro.passes[-1], loss, n_micros)
-        return replace(scale, individual=individual, total=individual.sum())
+        scale = _scale_without_loss(micro.passes[-1], replace(loss, weight=parts.divisor), n_micros)
+        return replace(scale, weight=weight, individual=individual, total=parts.total)
+    if individual is None:
+        return Scale(weight, parts.divisor, parts.divisor / call.factor.double(), None, parts.total)
+    batch_size = len(individual)
     # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
     gradient = call.factor.double()
     unscale = batch_size / gradient.sum()
@@ -349,6 +364,6 @@ def check_uses(captured: Sequence[Captured]) -> None:
                 )
             if use.layer.parameters and use.inputs_changed:
                 raise RuntimeError(
-                    f"{what}: its input was overwritten before `track` ended, but its individual gradients need it. "
-                    f"Give each micro-batch a tensor of its own (x.clone()), or leave the layer out: {way_out}."
+                    f"{what}: its input was overwritten by the model, but its individual gradients need it. "
+                    f"Let it work on a copy (x.clone()), or leave the layer out: {way_out}."
                 )

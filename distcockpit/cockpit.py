@@ -18,22 +18,26 @@ from zarr.abc.store import Store
 from distcockpit import state
 from distcockpit.announcement import announce
 from distcockpit.arguments import (
+    Optimizers,
     attributes,
     bare_module,
     check_batch,
     check_choice,
     check_counts,
     check_epoch,
-    check_loss_and_optimizer,
+    check_loss_and_optimizers,
     check_needs,
     check_options,
+    check_positive,
     check_seconds,
     check_step,
     chosen_quantities,
     description,
     memory_in_bytes,
     model_facts,
+    named_optimizers,
     segment,
+    wrappers,
 )
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
@@ -64,7 +68,10 @@ class DistCockpit(Joinable):
         model: ``DistributedDataParallel`` or any module. Without torch.distributed it is a world of one.
         loss_fn: The loss module, from which individual losses are derived; ``None`` where the model or a function
             computes the loss, which is then taken as a mean over samples.
-        optimizer: The optimizer of the model's parameters.
+        optimizer: The optimizer of the model's parameters. Several as a list or by name, ``{"matrices": muon, "rest":
+            adamw}``: beside ``alpha``, the whole update, each then has an alpha of its own, ``alpha_matrices`` (by its
+            place in a list: ``alpha_0``). With ``torch.optim.LBFGS``, put ``with cockpit.track(step):`` inside the
+            closure: its first call at each step is tracked.
         store: Where the Zarr store is: a path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or any
             ``zarr.abc.store.Store``.
         quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of quantities.
@@ -116,7 +123,7 @@ class DistCockpit(Joinable):
         self,
         model: nn.Module,
         loss_fn: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         *,
         store: str | os.PathLike[str] | Store,
         quantities: str | Sequence[Quantity] = "economy",
@@ -146,10 +153,12 @@ class DistCockpit(Joinable):
         super().__init__()
         self.model = model
         self._session: Session | None = None
+        inside = wrappers(model) if isinstance(model, nn.Module) else []
+        self._ddp = next((each for each in inside if isinstance(each, DistributedDataParallel)), None)
         if not enabled or os.environ.get("DISTCOCKPIT", "").lower() == "off":
             return
-        if process_group is None and isinstance(model, DistributedDataParallel):
-            process_group = model.process_group
+        if process_group is None and self._ddp is not None:
+            process_group = self._ddp.process_group
         check_seconds(
             flush_seconds=flush_seconds,
             wait_seconds=wait_seconds,
@@ -169,12 +178,13 @@ class DistCockpit(Joinable):
             pace = Pace(flush_seconds, flush_rows, queue_steps, wait_seconds, store_seconds)
             name = check_store(store)
             bare = bare_module(model)
-            chosen = chosen_quantities(quantities, schedule, optimizer)
+            optimizers = named_optimizers(optimizer)
+            chosen = chosen_quantities(quantities, schedule, optimizers)
             layers = find_layers(bare, include, exclude)
-            check_loss_and_optimizer(loss_fn, optimizer, bare)
+            check_loss_and_optimizers(loss_fn, optimizers, bare)
             check_batchnorm(batchnorms(bare), track_batchnorm)
-            check_needs(chosen, bare, loss_fn, optimizer)
-            facts = model_facts(bare, layers, optimizer, world.size)
+            check_needs(chosen, bare, loss_fn, optimizers)
+            facts = model_facts(bare, layers, optimizers, world.size)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
@@ -193,7 +203,7 @@ class DistCockpit(Joinable):
             fallback == "warn",
             budget,
             grad_scaler,
-            optimizer,
+            optimizers,
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
         )
@@ -255,20 +265,27 @@ class DistCockpit(Joinable):
             self._let_ddp_notify()
         return TrackedStep(self._session, step, epoch, weight, batch_size)
 
-    def record_losses(self, losses: Tensor) -> None:
-        """Hand over the individual losses of the latest forward pass, where no loss module tells them.
+    def record_losses(self, losses: Tensor, *, weight: float | None = None, divisor: float | None = None) -> None:
+        """Hand over the losses of the latest forward pass, where no loss module tells them.
 
-        Call it inside ``track``, with losses that the backward pass goes through:
+        Call it inside ``track``, once per micro-batch, with losses that the backward pass goes through:
         ``losses = f(model(x), y); cockpit.record_losses(losses); losses.mean().backward()``.
 
         Args:
-            losses: One loss per sample, shape ``[B]``.
+            losses: One loss per sample, shape ``[B]``, or the loss of the micro-batch, a tensor without axes. From the
+                gradient that reaches it follow the factors on it (the scale of mixed precision, one over the number of
+                micro-batches), so that these need not be told.
+            weight: How many terms the micro-batch has, where that is not its number of samples: tokens, for example.
+            divisor: What the loss of the micro-batch was divided by, where that is not ``weight``: the tokens of all
+                micro-batches, for example.
 
         Raises:
-            ValueError: If the shape is another.
+            TypeError: If an argument is no number.
+            ValueError: If the shape is another, or ``divisor`` is given where it can be measured.
         """
         if self._session is not None and self._session.inside is not None:
-            self._session.inside.record_losses(losses)
+            check_positive("record_losses", weight=weight, divisor=divisor)
+            self._session.inside.record_losses(losses, weight, divisor)
 
     def log(
         self, step: int, *, epoch: float | None = None, reduce: str | None = None, **scalars: float | Tensor
@@ -351,19 +368,19 @@ class DistCockpit(Joinable):
     @property
     def join_device(self) -> torch.device:
         """That of the DDP model."""
-        return self._ddp().join_device
+        return self._joined().join_device
 
     @property
     def join_process_group(self) -> Any:
         """That of the DDP model."""
-        return self._ddp().join_process_group
+        return self._joined().join_process_group
 
-    def _ddp(self) -> DistributedDataParallel:
-        if not isinstance(self.model, DistributedDataParallel):
+    def _joined(self) -> DistributedDataParallel:
+        if self._ddp is None:
             raise TypeError(
                 f"model={type(self.model).__name__}: Join needs a cockpit around DistributedDataParallel; wrap it."
             )
-        return self.model
+        return self._ddp
 
     def _let_ddp_notify(self) -> None:
         """`Join` lets the first joinable tell of each iteration. The DDP model knows best when one begins.
@@ -374,9 +391,9 @@ class DistCockpit(Joinable):
         mine: Any = self._join_config
         if not (mine.enable and mine.is_first_joinable):
             return
-        if not self._ddp()._join_config.enable:
+        if not self._joined()._join_config.enable:
             raise RuntimeError("Join([cockpit]): the DDP model is missing. Write `with Join([ddp, cockpit]):`.")
-        self._ddp()._join_config = mine
+        self._joined()._join_config = mine
         self._join_config = mine._replace(is_first_joinable=False)
 
     def flush(self) -> None:

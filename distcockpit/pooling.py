@@ -191,7 +191,9 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
     squares = SquareSum(parameters) if SQUARES in exchanges.kinds else None
-    slopes = None if update is None or update.interrupted else Projection(update.direction, len(losses))
+    slopes = None
+    if update is not None and not update.interrupted:
+        slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
     statistics: list[Statistic] = [statistic for statistic in (norms, squares, slopes) if statistic is not None]
     statistics += [statistic for each in own.values() for statistic in each.values()]
 
@@ -238,7 +240,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         mean_gradient=mean,
         mean_squared=kernels.squared_norms(list(mean.values())) if mean else nothing,
         squared_norms=nothing if norms is None else norms.flat,
-        projections=nothing if onto is None else onto.values,
+        projections=nothing if onto is None else onto.values[0],
         shard=Shard(
             mean=mean.flat[mine],
             squares=pooled.get(SQUARES, nothing)[mine],

@@ -39,15 +39,9 @@ def replayed(
         states: The attributes to begin from, instead of those before the pass.
 
     Raises:
-        RuntimeError: If the model's input was overwritten, or its forward writes to its parameters.
+        RuntimeError: If the model's forward writes to its parameters.
     """
     frozen = {path: m for path, m in training_batchnorms(model) if batch_statistics and path in batch_statistics}
-    if forward.inputs_changed:
-        raise RuntimeError(
-            "The model's input was overwritten, by the model itself or before `track` ended, so the step cannot be run "
-            "again, which curvature, track_batchnorm=True and layers that need a slow route do. Work on a copy of it "
-            "(x.clone())."
-        )
     if forward.writes_parameters:
         raise RuntimeError(
             "The model's forward writes to its parameters, so the step cannot be run again, which curvature, "
@@ -68,7 +62,10 @@ def replayed(
         inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
         for module in inplace:
             module.inplace = False  # type: ignore[assignment]
-        yield model(*forward.args, **forward.kwargs)
+        args, kwargs = forward.args, forward.kwargs
+        if forward.writes_inputs:
+            args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
+        yield model(*args, **kwargs)
 
 
 @contextmanager

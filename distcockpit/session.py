@@ -56,7 +56,7 @@ class Setup:
     slow_routes: bool  # whether parameters may take one
     memory_budget: int  # bytes of a block of individual gradients, and of what stays of them for the next walk
     grad_scaler: torch.amp.GradScaler | None
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Mapping[str, torch.optim.Optimizer]  # by name; a single one has an empty name
     trainable: frozenset[str]  # names of all trainable parameters
     raise_errors: bool  # whether faults of the environment raise at the next step
 
@@ -97,8 +97,8 @@ class Setup:
         return next(self.bare.parameters()).device
 
     def learning_rates(self) -> list[float | Tensor]:
-        """The present learning rate of each parameter group of the optimizer; NaN where a group has none."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        """The present learning rate of each parameter group of the optimizers; NaN where a group has none."""
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         return [float("nan") if (rate := group.get("lr")) is None else rate for group in groups]
 
     def loss_scale(self) -> float | None:
@@ -149,6 +149,11 @@ class Session:
         if not _open:
             at_exit(_close_all)
         _open[id(self)] = self
+
+    def evaluates_again(self, step: int) -> bool:
+        """Whether this is another evaluation of the closure of LBFGS, at other parameters than the step began with."""
+        closures = any(isinstance(each, torch.optim.LBFGS) for each in self.setup.optimizers.values())
+        return closures and step == self.last_step and self.inside is None and not self._closed
 
     def begin(self, tracked: TrackedStep, step: int) -> None:
         """Check a step that begins.
@@ -363,9 +368,11 @@ class Session:
         if not any(q.starts(step - 1) for q in active.with_need("update")):
             return None, None
         if start is not None:
-            return start.project(tracked, scale, self.setup.block_elements), start.stamp
+            parts = self.setup.facts.parts_of_updates
+            return start.project(tracked, parts, scale, self.setup.block_elements), start.stamp
         if self._goes_on and step == self._first_tracked:
-            return interrupted_update(tracked), Stamp(step - 1, None, time.time(), 0)
+            parts = self.setup.facts.parts_of_updates
+            return interrupted_update(tracked, len(parts)), Stamp(step - 1, None, time.time(), 0)
         return None, None
 
     def keeps_values(self, starting: Active) -> bool:

@@ -24,7 +24,7 @@ from distcockpit.session import Session
 from distcockpit.update import Start
 from distcockpit.userlog import LogEntry
 
-VERSION = 1
+VERSION = 2
 
 State = dict[str, Any]
 
@@ -146,7 +146,7 @@ def _start(session: Session, start: Start) -> State:
     if looks:
         # The training may go on, and the optimizer step only now: nothing of this is kept.
         fresh = dataclasses.replace(start, _displacement={})
-        update = fresh.project(setup.tracked, start.scale, setup.block_elements)
+        update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
         norm = float(update.norm)
         samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}
         samples["inputs_changed"] = torch.tensor(update.inputs_changed)
@@ -167,8 +167,9 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
         mine = [parts[setup.world.rank]] if setup.world.rank in parts else []
     else:
         mine = list(parts.values()) if setup.world.rank == 0 else []
-    nothing = torch.zeros(0, dtype=torch.float64)
-    losses, slopes = (torch.cat([nothing, *(part[key] for part in mine)]) for key in ("losses", "slopes"))
+    nothing = torch.zeros(len(setup.facts.parts_of_updates), 0, dtype=torch.float64)
+    losses = torch.cat([nothing[0], *(part["losses"] for part in mine)])
+    slopes = torch.cat([nothing, *(part["slopes"] for part in mine)], 1)
     quantities = {q.name: q for q in setup.quantities}
     return Start(
         Stamp(state["step"], state["epoch"], state["wall_time"], state["n"]),

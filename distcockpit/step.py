@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from distcockpit.active import Active
 from distcockpit.again import differentiated_again, mixed_up_rows
-from distcockpit.capture import Capture
+from distcockpit.capture import Capture, undisturbed
 from distcockpit.captured import Captured, Loss, check_uses
+from distcockpit.eager import eagerly
 from distcockpit.hutchinson import quadratic_forms
 from distcockpit.layers import check_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
@@ -44,18 +46,26 @@ class TrackedStep:
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
         self._must_tell = False
+        self._eager = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._maybe_session is not None and self._maybe_session.evaluates_again(self._step):
+            self._maybe_session = None
         if self._maybe_session is not None:
             self._session, self._setup = self._maybe_session, self._maybe_session.setup
             self._session.begin(self, self._step)
             try:
-                self._begin()
+                with undisturbed():
+                    self._begin()
             except BaseException:
-                self._session.end()
+                self._leave()
                 raise
             self._session.clock.begin()
         return self
+
+    def _leave(self) -> None:
+        self._eager.close()
+        self._session.end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -67,18 +77,24 @@ class TrackedStep:
             if self._capture is not None:
                 self._capture.stop()
                 if kind is None:
-                    self._finish(self._capture)
+                    with undisturbed():
+                        self._finish(self._capture)
             elif self._must_tell and kind is None:
                 self._exchange(0, 0.0)
             if error is not None:
                 self._setup.world.note(error)
         finally:
-            self._session.end()
+            self._leave()
 
-    def record_losses(self, losses: Tensor) -> None:
+    @property
+    def is_tracked(self) -> bool:
+        """Whether anything is tracked at this step."""
+        return self._capture is not None
+
+    def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
         """See ``DistCockpit.record_losses``."""
         if self._capture is not None:
-            self._capture.record_losses(losses)
+            self._capture.record_losses(losses, weight, divisor)
 
     # -- before the forward pass ---------------------------------------------------------------------------------------
 
@@ -90,6 +106,7 @@ class TrackedStep:
         if not self._active:
             return
         setup.world.leave_word(f"in tracked step {self._step}")
+        self._eager.enter_context(eagerly())
         watched = session.check.begin()
         session.check_trainable(self._step)
         check_batchnorm(setup.batchnorms, setup.track_batchnorm)
@@ -102,7 +119,8 @@ class TrackedStep:
         gradients = self._active.wants("output_gradients")
         norms = {path for path, _ in training(setup.batchnorms)}
         everything = gradients or bool(observers)
-        if self._active.wants("mean_gradient", "projections") and not self._active.subtracts_squares:
+        wants_mean = self._active.wants("mean_gradient", "projections") and not self._active.subtracts_squares
+        if wants_mean or self._active.wants("ddp_gradient"):
             watched = setup.tracked
         self._capture = Capture(
             setup.bare,
@@ -114,6 +132,7 @@ class TrackedStep:
             observers=observers,
             batch_size=self._batch_size,
             watch=watched,
+            keep_left=self._active.wants("ddp_gradient"),
         )
         self._capture.start()
 
@@ -171,7 +190,9 @@ class TrackedStep:
             if setup.tracked[name]._version != version:
                 raise RuntimeError(
                     f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
-                    "individual gradients belong to the parameters of the forward pass."
+                    "individual gradients belong to the parameters of the forward pass. Put the `with` block inside the "
+                    "closure of an optimizer.step(closure). Optimizers that step during the backward pass (hooks on "
+                    "parameters, overlap_with_ddp) are not supported."
                 )
         self._check_losses_are_known(captured)
         if self._session.check.unchecked and any(c.weight for c in captured):

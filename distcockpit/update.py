@@ -28,7 +28,7 @@ class Start:
     scale: float | None  # of the gradient scaler
     batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
     displaced: Sequence[Quantity]  # those that need the displacement
-    slopes: Tensor | None = None  # in a resumed run: of this rank's samples along the update, per unit length
+    slopes: Tensor | None = None  # in a resumed run: of this rank's samples along the parts of the update [K, B]
     inputs_were_changed: bool = False  # in a resumed run: whether that was so when it was saved
     norm: float | None = None  # in a resumed run: the length of the update that they belong to
     _displacement: dict[str, Tensor] = field(default_factory=dict)
@@ -44,30 +44,41 @@ class Start:
             self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
         return self._displacement
 
-    def project(self, parameters: Mapping[str, Tensor], scale: float | None, block_elements: int) -> Update:
+    def project(
+        self,
+        parameters: Mapping[str, Tensor],
+        parts: Sequence[Sequence[str]],
+        scale: float | None,
+        block_elements: int,
+    ) -> Update:
         """The update, and the slopes of the start's samples along it.
 
         Args:
             parameters: The tracked parameters as they are now.
+            parts: The parameters that move together.
             scale: Of the gradient scaler now.
             block_elements: As for `walk`.
         """
         direction = self.displacement(parameters)
-        norm = kernels.squared_norms(list(direction.values())).sum().sqrt()
+        squares = kernels.squared_norms(list(direction.values()))
+        norm = squares.sum().sqrt()
+        names = list(direction)
+        each = [norm] if len(parts) == 1 else [squares[[names.index(n) for n in part]].sum().sqrt() for part in parts]
         changed = self.inputs_changed
         if self.slopes is not None:
             slopes = self.slopes
         else:
-            projection = Projection(direction, len(self.losses))
+            projection = Projection(direction, len(self.losses), parts)
             if not changed:
                 walk(self.batches, self.values, list(parameters), [projection], block_elements)
             slopes = projection.values / norm
         return Update(
             norm=norm,
+            norms=torch.stack(each),
             direction=direction,
             start_losses=self.losses,
             start_slopes=slopes,
-            end_slopes=slopes[:0],
+            end_slopes=slopes[:, :0],
             start_n=self.stamp.n,
             inputs_changed=changed,
             skipped=self.scale is not None and scale is not None and scale < self.scale,
@@ -75,8 +86,11 @@ class Start:
         )
 
 
-def interrupted_update(parameters: Mapping[str, Tensor]) -> Update:
+def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update:
     """An update of which only the end was seen."""
     nothing = torch.zeros(0, dtype=torch.float64, device=next(iter(parameters.values())).device)
-    unknown = torch.full((), float("nan"), dtype=torch.float64, device=nothing.device)
-    return Update(unknown, {}, nothing, nothing, nothing, 0, inputs_changed=False, skipped=False, interrupted=True)
+    unknown = nothing.new_full((n_parts,), float("nan"))
+    none = nothing.new_zeros(n_parts, 0)
+    return Update(
+        unknown[0], unknown, {}, nothing, none, none, 0, inputs_changed=False, skipped=False, interrupted=True
+    )

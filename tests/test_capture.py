@@ -407,15 +407,46 @@ def test_steps_that_a_gradient_scaler_skips(tmp_path: Path) -> None:
 
 def test_input_buffers_that_are_reused(tmp_path: Path) -> None:
     net, loss_fn, buffer = cases.initialised("sigmoid"), nn.CrossEntropyLoss(), torch.empty(N, 12)
+    states: list[dict[str, Tensor]] = []
+    batches: list[tuple[Tensor, Tensor]] = []
     with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=quantities(), schedule=every(1)) as cockpit:
         for step in range(2):
             x, y = cases.data("sigmoid", "mean", step)
             with torch.no_grad():
                 for p in net.parameters():
                     p += 0.01
+            states.append({k: v.clone() for k, v in net.state_dict().items()})
+            batches.append((x, y))
             buffer.copy_(x)
             with cockpit.track(step):
                 loss_fn(net(buffer), y).backward()
+                buffer.numpy()[:] = 7.0  # as a loader with shared memory does, and nobody can see
+    check(tmp_path / "r", net, states, batches, mean_terms)
+
+
+class Memory(nn.Module):
+    """Reads a state that it writes to in its next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.head = torch.randn(N, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.copy_(x)
+        return self.head(self.state)
+
+
+def test_inputs_of_layers_that_the_model_overwrites(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, loss_fn = Memory(), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=quantities(), schedule=every(1)) as cockpit:
+        for step in range(2):
+            x, y = cases.data("sigmoid", "mean", step)
+            with torch.no_grad():
+                net.head.weight += 0.01
+                net.state.zero_()
+            with cockpit.track(step):
+                loss_fn(net(x), y).backward()
     status, alpha = status_of(open_run(tmp_path / "r"), 0)
     assert status == "inputs_changed" and np.isnan(alpha)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -176,16 +176,26 @@ class SquaredNorms(Statistic):
 
 
 class Projection(Statistic):
-    """``<g_i, v>`` for every sample of the local batch: ``values``, float64, shape ``[B]``.
+    """``<g_i, v_k>`` for every sample of the local batch and K vectors without common parameters: float64 ``[K, B]``.
 
     With a direction in float64 that is the precision, also of the products where a layer has one for each sample: the
     variance of the projections over samples may be small against their mean.
     """
 
-    def __init__(self, direction: Mapping[str, Tensor], batch_size: int) -> None:
+    def __init__(
+        self, direction: Mapping[str, Tensor], batch_size: int, parts: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        """Without ``parts``, there is one vector: the direction.
+
+        Args:
+            direction: All of them together, by parameter.
+            batch_size: B.
+            parts: The parameters of each.
+        """
         self.direction = direction
+        self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
         device = next(iter(direction.values())).device
-        self.values = torch.zeros(batch_size, dtype=torch.float64, device=device)
+        self.values = torch.zeros(len(parts or [0]), batch_size, dtype=torch.float64, device=device)
 
     @property
     def goes_along(self) -> bool:
@@ -193,22 +203,34 @@ class Projection(Statistic):
         return True
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
-        """The derivative of the output in this direction, times the output gradient."""
-        return use.rule.along(use, {local: self.direction[name] for local, name in parameters.items()})
+        """The derivative of the output in this direction, times the output gradient: ``[K, B]``."""
+        by_part: dict[int, dict[str, Tensor]] = {}
+        for local, name in parameters.items():
+            by_part.setdefault(self._part[name], {})[local] = self.direction[name]
+        found = {k: use.rule.along(use, part) for k, part in by_part.items()}
+        known = {k: values for k, values in found.items() if values is not None}
+        if len(known) < len(found):
+            return None
+        if len(self.values) == 1:
+            return known[0][None]
+        result = self.values.new_zeros(len(self.values), *next(iter(known.values())).shape)
+        for k, values in known.items():
+            result[k] = values
+        return result
 
     def take(self, values: Tensor, samples: slice) -> None:
         """Projections add up over layers."""
-        self.values[samples] += values
+        self.values[:, samples] += values
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``<delta_i, V x_i>``."""
         direction = self.direction[name].double().view(delta.shape[1], x.shape[1])
-        self.values[samples] += ((x.double() @ direction.T) * delta.double()).sum(1)
+        self.values[self._part[name], samples] += ((x.double() @ direction.T) * delta.double()).sum(1)
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        self.values[samples] += kernels.inner_rows(rows, self.direction[name].reshape(-1))
+        self.values[self._part[name], samples] += kernels.inner_rows(rows, self.direction[name].reshape(-1))
 
 
 class AbsMax(Statistic):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,9 +45,34 @@ class Alpha(Quantity):
     overshoots, between -1 and 0 one that falls short, below -1 one uphill, away from a minimum behind it. -1 for a
     concave fit or no step, NaN where the fit is not defined; ``status`` says which. Stored under the step t at which
     the update began. Any optimizer.
+
+    **Several optimizers** move the parameters together. Along the part $d_k$ of one of them, the change of the loss is
+    not its own; what is fitted are the slopes at both ends of the whole update, a straight line:
+
+    $$\alpha_k = -\frac{\langle G_{t+1}, d_k\rangle}{\langle G_t, d_k\rangle},$$
+
+    0 where the slope along its own part vanishes after the step.
+
+    Args:
+        optimizer: Name of one of several optimizers; its ``update_norm`` and slopes are those of its part. The whole
+            update by default. Where there are several, ``Alpha()`` brings one of each with it.
     """
 
+    optimizer: str | None = None
+
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604, section 3.1"
+
+    def __post_init__(self) -> None:
+        if not self.name and self.optimizer is not None:
+            object.__setattr__(self, "name", f"alpha_{self.optimizer}")
+        super().__post_init__()
+
+    def for_optimizers(self, names: Sequence[str]) -> list[Quantity]:
+        """One for each optimizer beside the one of the whole update."""
+        if self.optimizer is not None:
+            return [self]
+        each = [dataclasses.replace(self, name=f"{self.name}_{name}", optimizer=name) for name in names]
+        return [self, *each]
 
     @property
     def needs(self) -> Needs:
@@ -53,7 +80,16 @@ class Alpha(Quantity):
         return Needs(losses=True, update=True)
 
     def group(self, model: Model) -> Group:
-        """Alpha, its status, and the observations behind it."""
+        """Alpha, its status, and the observations behind it.
+
+        Raises:
+            ValueError: If there is no such optimizer.
+        """
+        if self.optimizer is not None and self.optimizer not in model.optimizers:
+            raise ValueError(
+                f"Alpha(optimizer={self.optimizer!r}): there is no such one among several optimizers, which are "
+                f"{list(model.optimizers)}. Give DistCockpit optimizer={{name: optimizer, ...}}, or leave it out."
+            )
         names = {
             "f_start": "mean loss at the start of the update",
             "f_end": "mean loss at its end, on the next batch",
@@ -78,9 +114,15 @@ class Alpha(Quantity):
         update = batch.update
         if update is None:
             return {}
-        samples = (update.start_losses, batch.losses, update.start_slopes, update.end_slopes)
+        norm, ends = update.norm, (update.start_slopes.sum(0), update.end_slopes.sum(0))
+        if self.optimizer is not None:
+            k = list(batch.model.optimizers).index(self.optimizer)
+            norm = update.norms[k]
+            per_own_length = update.norm / norm.where(norm != 0, 1)
+            ends = (update.start_slopes[k] * per_own_length, update.end_slopes[k] * per_own_length)
+        samples = (update.start_losses, batch.losses, *ends)
         sums: dict[str, Tensor | Fact] = {
-            "update_norm": batch.once(update.norm),
+            "update_norm": batch.once(norm),
             "start_n": batch.once(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
             "skipped": batch.once(update.skipped),
@@ -100,7 +142,7 @@ class Alpha(Quantity):
         if totals["inputs_changed"]:
             alpha, status = np.nan, "inputs_changed"
             means[2], variances[2] = np.nan, np.nan
-        elif totals["skipped"]:
+        elif totals["skipped"] and norm == 0:  # of several optimizers, one may be skipped
             alpha, status = np.nan, "step_skipped"
         elif totals["interrupted"]:
             alpha, status = np.nan, "interrupted"
@@ -108,7 +150,8 @@ class Alpha(Quantity):
         elif min(counts) < 2:
             alpha, status = np.nan, "fewer_than_two_samples"
         else:
-            alpha, status = fit_alpha(means, variances, norm)
+            fit = fit_alpha if self.optimizer is None else fit_slopes
+            alpha, status = fit(means, variances, norm)
         row = {"alpha": alpha, "status": STATUS.index(status), "update_norm": norm}
         row |= dict(zip(OBSERVATIONS, means, strict=True))
         return row | {f"{name}_variance": v for name, v in zip(OBSERVATIONS, variances, strict=True)}
@@ -154,3 +197,16 @@ def fit_alpha(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[fl
         return -1.0, "concave"
     with np.errstate(divide="ignore"):
         return float(np.float64(-2.0) * mu_2 / mu_1 - 1.0), "minimum"
+
+
+def fit_slopes(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[float, str]:
+    """Alpha and its status from the slopes at both ends alone; arguments as for `fit_alpha`."""
+    if norm == 0:
+        return -1.0, "no_step"
+    start, end = means[2:]
+    if not (np.isfinite(start) and np.isfinite(end) and np.isfinite(norm)):
+        return np.nan, "singular"
+    if end <= start:
+        return -1.0, "concave"
+    with np.errstate(divide="ignore"):
+        return float(-np.float64(end) / start), "minimum"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -75,6 +75,14 @@ class Quantity(ABC):
     def with_schedule(self, schedule: Schedule) -> Quantity:
         """This quantity, with ``schedule`` where it has none of its own."""
         return self if self.schedule is not None else dataclasses.replace(self, schedule=schedule)
+
+    def for_optimizers(self, names: Sequence[str]) -> list[Quantity]:
+        """This quantity and those that belong to it where a model has several optimizers.
+
+        Args:
+            names: Of the optimizers.
+        """
+        return [self]
 
     def starts(self, step: int) -> bool:
         """Whether a row begins at ``step``."""

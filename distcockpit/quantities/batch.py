@@ -73,6 +73,7 @@ class Model:
     every_parameter: Sequence[str] = ()  # names of all parameters, tracked or not
     parameter_groups: Mapping[str, int] = field(default_factory=dict)  # tracked parameters -> group of the optimizer
     n_parameter_groups: int = 0
+    optimizers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of several: name -> tracked parameters
     world_size: int = 1
 
     @property
@@ -89,6 +90,14 @@ class Model:
     def layer_labels(self) -> list[str]:
         """Names of the layers with tracked parameters, as the store shows them."""
         return [label(path) for path in self.layers]
+
+    @property
+    def parts_of_updates(self) -> list[Sequence[str]]:
+        """The tracked parameters that move together: those of each optimizer, and what none of several holds."""
+        if not self.optimizers:
+            return [self.parameters]
+        held = {name for names in self.optimizers.values() for name in names}
+        return [*self.optimizers.values(), [name for name in self.shapes if name not in held]]
 
 
 class ByParameter(Mapping[str, Tensor]):
@@ -132,10 +141,12 @@ def label(path: str) -> str:
 class Update:
     """The optimizer's step d = theta_{t+1} - theta_t, seen from the batches at both ends; this rank's part.
 
-    Projections are float64 ``[B]``: ``<g_i, d> / |d|`` of this rank's samples.
+    Projections are float64 ``[K, B]``: ``<g_i, d_k> / |d|`` of this rank's samples, for each of the K parts of d that
+    ``Model.parts_of_updates`` tells; they add up to that on d.
     """
 
-    norm: Tensor  # float64, a number
+    norm: Tensor  # float64, a number: |d|
+    norms: Tensor  # float64 [K]: |d_k|
     direction: Mapping[str, Tensor]  # d, by parameter
     start_losses: Tensor
     start_slopes: Tensor

@@ -1,0 +1,31 @@
+"""Compiled models on tracked steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def eagerly() -> Generator[None, None, None]:
+    """Inside, what `torch.compile` made runs as it was written.
+
+    Compiled code neither calls hooks that were put on after it was compiled, nor may it be compiled anew for a single
+    step: what is compiled stays, and is used again afterwards.
+
+    Raises:
+        RuntimeError: If a graph of CUDA is being captured, into which nothing of this belongs.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A tracked step began while a CUDA graph is being captured. Capture and replay graphs on steps that are "
+            "not tracked, and run tracked ones eagerly."
+        )
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
