@@ -37,6 +37,11 @@ class Arrivals:
         ]
         return torch.cat([part.double().reshape(-1) for part in parts])
 
+    def now(self, name: str) -> Tensor:
+        """What is in ``.grad``, float64, in the shape of the parameter."""
+        p = self._parameters[name]
+        return torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.detach().to_dense().double()
+
     @property
     def is_rounded(self) -> bool:
         """Whether autograd computes these gradients in less than the precision of float32."""

@@ -242,6 +242,7 @@ class Capture:
                 axes=axes,
                 shapes=shapes,
                 call=call,
+                is_late=not self._pass.is_open,
                 drew=before.random_state is not None and before.random_state.torch_drew(),
             )
             self._pass.uses.append(use)

@@ -228,7 +228,8 @@ def _paired(micro: Micro) -> list[Micro]:
     if not micro.losses:
         return [Micro([forward]) for forward in micro.passes]
     of = [call.of for call in micro.losses]
-    if len(micro.passes) < 2 or any(forward not in of for forward in micro.passes):
+    told = {id(forward) for forward in of}
+    if len(micro.passes) < 2 or any(id(forward) not in told for forward in micro.passes):
         return [micro]
     return [Micro([forward], [call for call in micro.losses if call.of is forward]) for forward in micro.passes]
 
@@ -242,7 +243,7 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
             "pass."
         )
     (batch_size,) = sizes
-    observed = [(use.layer.path, use.observed) for forward in micro.passes for use in forward.uses if use.observed]
+    observed = [seen for forward in micro.passes for seen in _observed(forward)]
     if batch_size == 0:
         return Captured(0, Scale(0.0, 0.0, 0.0, None, None), [], micro.passes, micro.losses, observed)
     if not micro.losses:
@@ -254,6 +255,13 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
         scale = _scale_from_module(micro.losses, loss, batch_size)
     uses = [use for forward in micro.passes for use in received(forward)]
     return Captured(batch_size, scale, uses, micro.passes, micro.losses, observed)
+
+
+def _observed(forward: ForwardPass) -> list[tuple[str, dict[str, Tensor]]]:
+    """What was kept of outputs, without the calls by which checkpointing computes again what was observed before."""
+    early = {use.layer.path for use in forward.uses if not use.is_late}
+    counted = [use for use in forward.uses if not use.is_late or use.output_gradients or use.layer.path not in early]
+    return [(use.layer.path, use.observed) for use in counted if use.observed]
 
 
 def received(forward: ForwardPass) -> list[Use]:

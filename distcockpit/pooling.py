@@ -24,10 +24,10 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
-from distcockpit.quantities.batch import ByParameter, LocalBatch, Shard, Times, Update
+from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch, Shard, Times, Update
 from distcockpit.session import Session, Setup
 
-SUMS, SQUARES = "sum_i g_i", "sum_i g_i^2"
+SUMS, SQUARES, AVERAGED = "sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Exchanges:
         self._setup, self._clock = session.setup, session.clock
         kinds: list[object] = [SUMS] if active.wants("mean_gradient", "projections") else []
         kinds += [SQUARES] if active.wants("squared_gradients") else []
+        kinds += [AVERAGED] if active.wants("averaged") else []
         kinds += dict.fromkeys(active.needs[q.name].curvature for q in active.with_need("pooled_curvature"))
         self.kinds = kinds  # in the order of the buffer
         self._to_pool = bool(kinds)
@@ -214,6 +215,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     sums = ByParameter(nothing, {}) if known is None else ByParameter(known, parameters)
     vectors |= {SUMS: [sums.flat]}
     vectors |= {} if squares is None else {SQUARES: [squares.flat]}
+    vectors |= {AVERAGED: [side.arrivals.flat]} if AVERAGED in exchanges.kinds else {}
     pooled = exchanges.pool(vectors)
     mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
@@ -255,6 +257,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
         update=None,
         learning_rates=side.present.learning_rates,
+        averaged=_averaged(side, parameters, pooled[AVERAGED] / size) if AVERAGED in pooled else None,
         times=side.times(),
     )
     return {
@@ -283,6 +286,24 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     if not present[0].weight:
         return torch.zeros_like(arrivals.flat)
     return arrivals.flat.mul_(present[0].scale.unscale * pool.samples_per_weight)
+
+
+def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
+    """What the step left in ``.grad``, beside the plain average.
+
+    Args:
+        side: This rank's side of the step.
+        parameters: The tracked parameters.
+        plain: The mean over ranks of what arrived.
+    """
+    held = []
+    for name, before in side.arrivals.left.items():
+        now = side.arrivals.now(name)
+        held.append((now if before is None else now - before.double()).reshape(-1))
+    parts = [micro.weight / torch.as_tensor(micro.scale.unscale).double() for micro in side.captured if micro.weight]
+    factor = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    flat = torch.cat(held) if held else torch.zeros_like(plain)
+    return Averaged(ByParameter(flat, parameters), ByParameter(plain, parameters), factor.to(plain.device))
 
 
 def _eigenvalues(

@@ -141,6 +141,8 @@ class World:
             "use_local_synchronization": among_themselves,
         }
         with self._explained("construct DistCockpit"):
+            if among_themselves:
+                _count_alike(self.group, self.rank)
             self._header = dist.new_group(ranks, backend="gloo", **options)
             self._sums = dist.new_group(ranks, backend=dist.get_backend(self.group), **options)
             self._words = getattr(self._header, "get_group_store", lambda: None)()
@@ -295,6 +297,17 @@ class World:
             for group in (self._header, self._sums):
                 dist.destroy_process_group(group)
         self._header = self._sums = None
+
+
+def _count_alike(group: Any, rank: int) -> None:
+    """Let all ranks of a group be in as many groups: torch names one that they make among themselves by that number.
+
+    Ranks that differ in it would wait for each other for ever. What is missing is filled up with groups of one.
+    """
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    for _ in range(max(counts) - counts[rank]):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def first_difference(descriptions: list[dict[str, str]]) -> str | None:

@@ -120,7 +120,7 @@ class TrackedStep:
         norms = {path for path, _ in training(setup.batchnorms)}
         everything = gradients or bool(observers)
         wants_mean = self._active.wants("mean_gradient", "projections") and not self._active.subtracts_squares
-        if wants_mean or self._active.wants("ddp_gradient"):
+        if wants_mean or self._active.wants("averaged"):
             watched = setup.tracked
         self._capture = Capture(
             setup.bare,
@@ -132,7 +132,7 @@ class TrackedStep:
             observers=observers,
             batch_size=self._batch_size,
             watch=watched,
-            keep_left=self._active.wants("ddp_gradient"),
+            keep_left=self._active.wants("averaged"),
         )
         self._capture.start()
 
@@ -190,8 +190,8 @@ class TrackedStep:
             if setup.tracked[name]._version != version:
                 raise RuntimeError(
                     f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
-                    "individual gradients belong to the parameters of the forward pass. Put the `with` block inside the "
-                    "closure of an optimizer.step(closure). Optimizers that step during the backward pass (hooks on "
+                    "individual gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
+                    "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
                     "parameters, overlap_with_ddp) are not supported."
                 )
         self._check_losses_are_known(captured)

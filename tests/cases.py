@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 N = 24
 
@@ -118,9 +119,25 @@ class EvalBatchNorm(nn.Sequential):
         return self
 
 
+class Deep(nn.Module):
+    """A part in the middle that may be checkpointed: ``checkpoint`` holds whether reentrantly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 9), nn.Linear(7, 5)
+        self.middle = nn.Sequential(nn.Sigmoid(), nn.Linear(9, 7), nn.Tanh())
+        self.checkpoint: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        z = self.middle(z) if self.checkpoint is None else checkpoint(self.middle, z, use_reentrant=self.checkpoint)
+        return self.last(z)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "sigmoid": sigmoid,
+    "deep": Deep,
     "cnn": cnn,
     "tokens": tokens,
     "attention": Attention,
@@ -155,6 +172,7 @@ LOSSES: dict[str, Loss] = {
     "class_weights": Loss(
         lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.clone()), lambda z, y: _nll(z, y, CLASS_WEIGHTS)
     ),
+    "two": Loss(nn.CrossEntropyLoss, lambda z, y: (_nll(z, y)[0] + 0.3 * _nll(z, (y + 1) % 5)[0], 1)),
     "token_mean": Loss(nn.CrossEntropyLoss, _nll, "tokens"),
 }
 

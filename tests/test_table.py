@@ -16,7 +16,7 @@ import torch
 import xarray as xr
 from ranks import Ranks
 from torch import Tensor
-from train import SHARDINGS, Spec, everything, first_order, make_optimizer, train
+from train import SHARDINGS, Spec, everything, first_order, parameter_groups, train
 
 from distcockpit import every, open_run
 
@@ -85,7 +85,7 @@ class Case:
     def rates(self) -> list[tuple[float, list[str]]]:
         """Learning rate and parameters of each group."""
         named = {id(p): name for name, p in self.model.named_parameters()}
-        groups = make_optimizer(self.spec.optimizer, self.model).param_groups
+        groups = parameter_groups(self.spec.optimizer, self.model)
         return [(group["lr"], [named[id(p)] for p in group["params"]]) for group in groups]
 
     @property
@@ -100,8 +100,10 @@ class Case:
         return {path: [n for n in owner if owner[n] == path] for path in owner.values()}
 
 
-def check(spec: Spec, states: list[dict], run: xr.DataTree, curvature: bool = True) -> None:
-    """Every row of the store against the oracle."""
+def check(
+    spec: Spec, states: list[dict], run: xr.DataTree, curvature: bool = True, more: dict[str, Check] | None = None
+) -> None:
+    """Every row of the store against the oracle; ``more``: of quantities that only this run has."""
     model, loss = cases.initialised(spec.model), cases.LOSSES[spec.loss]
     n = sum(spec.shards)
     pooled = [
@@ -110,16 +112,17 @@ def check(spec: Spec, states: list[dict], run: xr.DataTree, curvature: bool = Tr
     ]
     each_step = [Case(spec, step, states, pooled) for step in range(spec.steps)]
     chosen = everything() if curvature else first_order()
-    wanted = {quantity.name: quantity.schedule or every(1) for quantity in chosen}
-    assert set(run.children) == set(wanted) | {"learning_rate", "log"} and set(wanted) < set(CHECKS)
+    checks = CHECKS | (more or {})
+    wanted = {quantity.name: quantity.schedule or every(1) for quantity in chosen} | dict.fromkeys(more or {}, every(1))
+    assert set(run.children) == set(wanted) | {"learning_rate", "log"} and set(wanted) < set(checks)
     for name in [*wanted, "learning_rate"]:
         rows = run[name].to_dataset().load()
         steps = [step for step in range(spec.steps) if wanted.get(name, every(1))(step)]
-        assert list(rows["step"].values) == (steps[:-1] if name == "alpha" else steps), name
+        assert list(rows["step"].values) == (steps[:-1] if name.startswith("alpha") else steps), name
         for step in rows["step"].values:
             row = rows.sel(step=step)
             assert int(row["batch_size"]) == n and row["epoch"] == step // 2
-            CHECKS[name](row, each_step[int(step)])
+            checks[name](row, each_step[int(step)])
 
 
 def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None:

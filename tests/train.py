@@ -90,13 +90,20 @@ class Spec:
     device: str = "cpu"
 
 
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """With two parameter groups: matrices, and the rest at half the rate."""
+def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, and the rest at half the rate; LBFGS takes one group."""
+    if kind == "lbfgs":
+        return [{"params": list(model.parameters()), "lr": 0.3}]
     kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in model.parameters():
         kinds[p.dim() > 1].append(p)
     rate = {"sgd": 0.5, "adamw": 0.02}[kind]
-    groups = [{"params": kinds[True], "lr": rate}, {"params": kinds[False], "lr": rate / 2}]
+    return [{"params": kinds[True], "lr": rate}, {"params": kinds[False], "lr": rate / 2}]
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """A plain one."""
+    groups = parameter_groups(kind, model)
     return torch.optim.SGD(groups, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(groups)
 
 

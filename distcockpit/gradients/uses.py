@@ -91,6 +91,7 @@ class Use:
     axes: Axes  # where the batch is in each tensor of the output
     shapes: Shapes  # of these tensors
     call: int  # how often the module was called before in the pass
+    is_late: bool = False  # whether the call came after the model had returned, as when checkpointing computes again
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
     drew: bool = False  # whether random numbers of torch's were drawn in the call, of a layer that is run again

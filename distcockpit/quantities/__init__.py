@@ -6,6 +6,7 @@ from distcockpit.quantities.alpha import Alpha
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, Model, Needs, Shard, Update
 from distcockpit.quantities.cabs import CABS
+from distcockpit.quantities.compression_error import CompressionError
 from distcockpit.quantities.distance import Distance
 from distcockpit.quantities.early_stopping import EarlyStopping
 from distcockpit.quantities.grad_hist_1d import GradHist1d
@@ -41,6 +42,7 @@ from distcockpit.schema import Field, Group
 __all__ = [
     "CABS",
     "Alpha",
+    "CompressionError",
     "Distance",
     "EarlyStopping",
     "Field",

@@ -41,6 +41,7 @@ class Needs:
         displacement: The step of the optimizer itself, by way of :meth:`Quantity.displacement`.
         initial: The parameters at the first call of `track`, on rank 0.
         optimizer: The parameter groups and learning rates of the optimizer.
+        averaged: What ``.grad`` holds when `track` ends, and what it would hold after a plain average over ranks.
     """
 
     loss: bool = False
@@ -60,6 +61,7 @@ class Needs:
     displacement: bool = False
     initial: bool = False
     optimizer: bool = False
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,15 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Averaged:
+    """The gradient that the optimizer gets, before clipping, in the scale in which it is accumulated."""
+
+    held: ByParameter  # float64: what the step added to .grad on this rank
+    plain: ByParameter  # float64: the mean over ranks of what autograd gave each
+    factor: Tensor  # float64, a number: this rank's part of the scale, held / factor is in units of G
+
+
+@dataclass(frozen=True)
 class Times:
     """Where this rank's time went, in seconds; NaN where it is not known; and what it exchanged."""
 
@@ -214,6 +225,7 @@ ASKED_FOR = {
     "eigenvalues": ("eigenvalue",),
     "initial": ("initial",),
     "learning_rates": ("optimizer",),
+    "averaged": ("averaged",),
 }
 """Which needs (any of them) bring which attribute of a `LocalBatch`."""
 
@@ -257,6 +269,7 @@ class LocalBatch:
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
     update: Update | None
     learning_rates: Sequence[float | Tensor]
+    averaged: Averaged | None
     times: Times
 
     def __getattr__(self, name: str) -> Any:

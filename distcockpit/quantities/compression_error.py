@@ -1,0 +1,79 @@
+"""How far the gradient that DDP delivers is from the pooled one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from distcockpit import kernels
+from distcockpit.quantities.base import Quantity, Sums, Totals
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionError(Quantity):
+    r"""Relative distance of the gradient that DDP hands to the optimizer from the pooled mean gradient.
+
+    $$\frac{\|\hat g - G\|}{\|G\|}, \qquad \frac{\|\hat g - \bar g\|}{\|\bar g\|}$$
+
+    $\hat g$ is what the step left in ``.grad``, after communication hooks (fp16, PowerSGD), without the factors on the
+    loss, as it is when `track` ends: clip gradients after it. $G$ is the pooled mean gradient, $\bar g$ the mean over
+    ranks of their own mean gradients, which DDP takes without a hook: with unequal batches these two differ. So
+    ``error`` is all that the optimizer's gradient is off, and ``hook_error`` the hook's part of it. Unitless; some 1e-7
+    without a hook and with equal batches, NaN where the gradient is zero.
+
+    Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    arXiv:1905.13727.
+    """
+
+    source: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
+
+    @property
+    def needs(self) -> Needs:
+        """G, and what DDP delivered; one more element-wise sum over ranks."""
+        return Needs(mean_gradient=True, averaged=True)
+
+    def group(self, model: Model) -> Group:
+        """Both distances per parameter and of the whole, and the angle."""
+        fields = {
+            "error": Field(("parameter",), "relative distance of DDP's gradient from the pooled one"),
+            "total": Field((), "relative distance of DDP's whole gradient from the pooled one"),
+            "cosine": Field((), "cosine of DDP's whole gradient with the pooled one"),
+            "hook_error": Field(("parameter",), "relative distance from the plain mean over ranks"),
+            "hook_total": Field((), "relative distance of the whole from the plain mean over ranks"),
+        }
+        return Group(fields, {"parameter": model.parameters})
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """Inner products of what all ranks with samples hold alike, and this rank's part of the scale."""
+        averaged = batch.averaged
+        assert averaged is not None
+        held, plain = averaged.held, averaged.plain
+        squares = [kernels.squared_norms([vectors[name] for name in held]) for vectors in (held, batch.mean_gradient)]
+        squares.append(kernels.squared_norms(list(plain.values())))
+        squares.append(kernels.squared_norms([held[name] - plain[name] for name in held]))
+        squares.append(torch.stack([(held[name] * batch.mean_gradient[name]).sum() for name in held]))
+        knows = float(batch.local_n > 0)
+        return {
+            "products": torch.stack(squares) if knows else torch.zeros_like(torch.stack(squares)),
+            "ranks": batch.vector([knows])[0],
+            "factor": averaged.factor / batch.world_size,
+        }
+
+    def finalize(self, totals: Totals, n: int) -> Row:
+        """The distances."""
+        with np.errstate(all="ignore"):
+            held, pooled, plain, from_plain, inner = totals["products"] / totals["ranks"]
+            factor = totals["factor"]
+            apart = np.maximum(held / factor**2 - 2 * inner / factor + pooled, 0)
+            return {
+                "error": np.sqrt(apart / pooled),
+                "total": np.sqrt(apart.sum() / pooled.sum()),
+                "cosine": inner.sum() / np.sqrt(held.sum() * pooled.sum()) * np.sign(factor),
+                "hook_error": np.sqrt(from_plain / plain),
+                "hook_total": np.sqrt(from_plain.sum() / plain.sum()),
+            }
