@@ -29,6 +29,7 @@ from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule
 from distcockpit.schema import NAME
 from distcockpit.session import Setup
+from distcockpit.sinks import Sink
 
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -242,6 +243,16 @@ def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: objec
         )
     if batch_dim < 0:
         raise ValueError(f"batch_dim={batch_dim!r}: must be at least 0; count axes from the front.")
+
+
+def check_sinks(sinks: object) -> None:
+    """Whether these are sinks.
+
+    Raises:
+        TypeError: If not.
+    """
+    if not isinstance(sinks, list | tuple) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise TypeError(f"sinks={sinks!r}: must be a list of sinks, such as [TensorBoard('runs/tensorboard')].")
 
 
 def check_seconds(**options: object) -> None:

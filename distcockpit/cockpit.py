@@ -30,6 +30,7 @@ from distcockpit.arguments import (
     check_options,
     check_positive,
     check_seconds,
+    check_sinks,
     check_step,
     chosen_quantities,
     description,
@@ -50,6 +51,7 @@ from distcockpit.reduce import World, first_difference
 from distcockpit.schedules import Schedule, every
 from distcockpit.session import Session, Setup
 from distcockpit.shadow import Shadow
+from distcockpit.sinks import Sink
 from distcockpit.step import TrackedStep
 from distcockpit.store import MODES, RunStore
 from distcockpit.writer import Pace
@@ -110,6 +112,8 @@ class DistCockpit(Joinable):
             says who is missing, and where it was last.
         fsync: Wait until the disk has each file, so that what is committed outlives a loss of power.
         storage_options: Options of fsspec for a URL: credentials, endpoint.
+        sinks: Where rank 0 shows numbers and histograms live, beside the store: ``TensorBoard``, ``WandB`` of
+            ``distcockpit.sinks``.
 
     Raises:
         ValueError: If an argument breaks its rule, or a layer cannot be served; the text names it and a way out.
@@ -148,6 +152,7 @@ class DistCockpit(Joinable):
         lock_seconds: float = 60.0,
         timeout_seconds: float = 1800.0,
         fsync: bool = False,
+        sinks: Sequence[Sink] = (),
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -172,6 +177,7 @@ class DistCockpit(Joinable):
             check_choice("on_error", on_error, ON_ERROR)
             check_choice("fallback", fallback, FALLBACK)
             check_options(grad_scaler, track_batchnorm, batch_dim)
+            check_sinks(sinks)
             check_counts(flush_rows=flush_rows, queue_steps=queue_steps)
             budget = memory_in_bytes("memory_budget", memory_budget)
             unwritten = memory_in_bytes("unwritten_budget", unwritten_budget)
@@ -215,7 +221,9 @@ class DistCockpit(Joinable):
                 keys = keys_of(store, storage_options, store_seconds, fsync)
                 told, here = attributes(setup, coverage(bare, cover)), segment(world.size, hosts)
                 run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
-                recorder = Recorder(run, pace, facts)
+                for sink in sinks:
+                    sink.start()
+                recorder = Recorder(run, pace, facts, sinks)
                 announce(chosen, groups, name, world.size)
         first = world.share(None if run is None else run.first_step)[0]
         self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, holds_from=first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +11,7 @@ import xarray as xr
 
 from distcockpit.names import visible
 from distcockpit.run import to_dataframe
+from distcockpit.sinks import Histogram, add_histogram
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
@@ -86,7 +86,9 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
                 for step, time, counts, edges in zip(
                     steps, times, data["counts"].values, data["edges"].values, strict=True
                 ):
-                    _add_histogram(writer, f"{name}/counts", int(step), time, counts, edges)
+                    histogram = Histogram.of({"counts": counts, "edges": edges})
+                    if histogram is not None:
+                        add_histogram(writer, f"{name}/counts", int(step), float(time), histogram)
             for field, array in data.data_vars.items():
                 if array.dtype.kind not in "fiu" or array.ndim > 2 or field in ("counts", "edges"):
                     continue
@@ -102,25 +104,6 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
                         if not np.isnan(value):
                             writer.add_scalar(f"{name}/{field}{label}", float(value), int(step), walltime=float(time))
     return sorted(set(folder.iterdir()) - before)
-
-
-def _add_histogram(writer: Any, tag: str, step: int, time: float, counts: np.ndarray, edges: np.ndarray) -> None:
-    """Counts as they are; moments, which a histogram does not hold, from the middles of its bins."""
-    if not counts.sum() or not np.isfinite(edges).all():
-        return
-    middles = (edges[1:] + edges[:-1]) / 2
-    writer.add_histogram_raw(
-        tag,
-        min=float(edges[0]),
-        max=float(edges[-1]),
-        num=int(counts.sum()),
-        sum=float(counts @ middles),
-        sum_squares=float(counts @ middles**2),
-        bucket_limits=edges[1:].tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=step,
-        walltime=float(time),
-    )
 
 
 FORMATS = {"tensorboard": export_tensorboard, "csv": export_csv, "parquet": export_parquet}

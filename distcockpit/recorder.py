@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.reduce import Pending
 from distcockpit.signals import Terminated
+from distcockpit.sinks import Histogram, Sink, numbers_of
 from distcockpit.store import RunStore
 from distcockpit.userlog import LogEntry
 from distcockpit.writer import Job, Pace, Writer
@@ -63,9 +65,11 @@ class Recorder:
         store: The run's store.
         pace: When to write.
         model: Facts about the model.
+        sinks: Where rows go beside the store.
     """
 
-    def __init__(self, store: RunStore, pace: Pace, model: Model) -> None:
+    def __init__(self, store: RunStore, pace: Pace, model: Model, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks, self._patience = list(sinks), pace.store_seconds
         self._writer = Writer(store, pace)
         self._terminated = Terminated(self._writer.flush)
         self._latest: dict[str, dict[str, Any]] = {}
@@ -123,6 +127,10 @@ class Recorder:
         """Write what is there, with this state of the run, and end the thread."""
         self._writer.close(state, wait_for_ranks=wait_for_ranks)
         self._terminated.remove()
+        if self._sinks:  # after the store; a service that does not answer must not hold up the end of the run
+            ending = threading.Thread(target=self._tell, args=[lambda sink: sink.close()], daemon=True)
+            ending.start()
+            ending.join(self._patience)
 
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
@@ -158,7 +166,22 @@ class Recorder:
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
         self._say(quantity.name, stamp.step, quantity.notice(row, self._model))
         self._latest[quantity.name] = {"step": stamp.step, **row}
+        self._show(quantity.name, stamp, row)
         return commit_due
+
+    def _show(self, name: str, stamp: Stamp, row: Mapping[str, Any]) -> None:
+        """Give a row to the sinks."""
+        if self._sinks:
+            numbers, histogram = numbers_of(row), Histogram.of(row)
+            self._tell(lambda sink: sink.write(name, stamp.step, stamp.wall_time, numbers, histogram))
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                what(sink)
+            except Exception as error:  # the store has the row, and the run goes on
+                self._sinks.remove(sink)
+                logger.warning("distcockpit: %s gets no more rows: %s", type(sink).__name__, error)
 
     def _say(self, name: str, step: int, notice: str | None) -> None:
         """Log what a quantity has to say, when it changes."""
@@ -172,5 +195,6 @@ class Recorder:
             values = {name: float(value) for name, value in entry.values.items()} | self._pooled.pop(entry.step, {})
             stamp = Stamp(entry.step, entry.epoch, entry.wall_time, 0)
             self._latest["log"] = {"step": entry.step, **values}
+            self._show("log", stamp, values)
             commit_due |= store.append("log", entry.step, values, stamp.coordinates())
         return commit_due

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[1]
 BIN = str(Path(sys.executable).parent)
 
 
-def run(*command: str, **environment: str) -> str:
+def run(*command: str, allowed: str = "", **environment: str) -> str:
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr, done.stderr
+    assert allowed or "Warning" not in done.stderr, done.stderr
     return done.stdout
 
 

@@ -1,0 +1,123 @@
+"""Lightning: a callback that puts each optimizer step of a ``Trainer`` inside ``track``.
+
+Needs the extra ``lightning``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from distcockpit.cockpit import DistCockpit
+from distcockpit.step import TrackedStep
+
+
+class DistCockpitCallback(pl.Callback):
+    """Tracks the training of a ``LightningModule``: ``Trainer(callbacks=[DistCockpitCallback("runs/a.zarr")])``.
+
+    One step is one optimizer step of automatic optimization, micro-batches included; its number is
+    ``trainer.global_step``. A run that goes on from a checkpoint goes on in its store.
+
+    Args:
+        store: As for :class:`~distcockpit.DistCockpit`.
+        model: Name of the submodule that is called with the batch, such as ``"net"``; by default the one that holds all
+            trainable parameters, if there is one, else the ``LightningModule`` itself, called as ``self(x)``.
+        loss_fn: The loss module, or its name in the ``LightningModule``; by default its one submodule that is a loss. A
+            loss by a function needs ``callback.cockpit.record_losses(losses)`` in ``training_step``.
+        options: The other arguments of ``DistCockpit``.
+
+    Attributes:
+        cockpit: The ``DistCockpit``, while the training runs.
+    """
+
+    cockpit: DistCockpit | None = None
+
+    def __init__(
+        self, store: Any, *, model: str | None = None, loss_fn: nn.Module | str | None = None, **options: Any
+    ) -> None:
+        self._store, self._model, self._loss_fn, self._options = store, model, loss_fn, options
+        self._step: TrackedStep | None = None
+        self._saved: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Construct the cockpit; raises as it does, and ``TypeError`` with manual optimization.
+
+        Raises:
+            TypeError: If the optimization is manual: there is no telling which steps belong together.
+        """
+        if not pl_module.automatic_optimization:
+            raise TypeError(
+                f"DistCockpitCallback: {type(pl_module).__name__} has automatic_optimization=False. Use DistCockpit in "
+                "its training_step instead: `with cockpit.track(step):` around forward and backward passes."
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        options = {"mode": "a" if trainer.global_step else "w-", "grad_scaler": scaler, **self._options}
+        self.cockpit = DistCockpit(
+            _called(pl_module, self._model),
+            _loss(pl_module, self._loss_fn),
+            trainer.optimizers,
+            store=self._store,
+            **options,
+        )
+        self.cockpit.load_state_dict(self._saved)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A step begins with its first micro-batch."""
+        if self.cockpit is not None and self._step is None:
+            self._step = self.cockpit.track(trainer.global_step, epoch=trainer.current_epoch)
+            self._step.__enter__()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """It ends before the optimizer steps."""
+        self._leave()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Close the cockpit."""
+        if self._step is not None:  # the training ended between micro-batches
+            self._leave(KeyboardInterrupt())
+        if self.cockpit is not None:
+            self.cockpit.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Keep what was tracked; the other ranks are not waited for."""
+        self._leave(exception)
+        if self.cockpit is not None:
+            self.cockpit.__exit__(type(exception), exception, None)
+            self.cockpit = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cockpit's own state, saved with the checkpoint."""
+        return {} if self.cockpit is None or self._step is not None else self.cockpit.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Taken up when the training starts."""
+        self._saved = state_dict
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None if error is None else type(error), error, None)
+
+
+def _called(pl_module: pl.LightningModule, name: str | None) -> nn.Module:
+    """The module that is called with the batch."""
+    if name is not None:
+        return pl_module.get_submodule(name)
+    everything = {id(p) for p in pl_module.parameters() if p.requires_grad}
+    for child in pl_module.children():
+        holds = {id(p) for p in child.parameters()}
+        if everything <= holds and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            return child
+    return pl_module
+
+
+def _loss(pl_module: pl.LightningModule, given: nn.Module | str | None) -> nn.Module | None:
+    """The loss module."""
+    if isinstance(given, str):
+        return pl_module.get_submodule(given)
+    found = [child for child in pl_module.children() if hasattr(child, "reduction")]
+    return found[0] if given is None and len(found) == 1 else given
