@@ -396,17 +396,19 @@ class CheckpointedReentrantly(Checkpointed):
 
 
 class Compiled(Loop):
-    """the model, under or around DDP"""
+    """the model, under DDP"""
 
     row = "`torch.compile`"
+    around = False
 
     def start(self, job: Job) -> None:
         torch.compiler.reset()
         graphs: list[Any] = []
         job.kept["graphs"] = graphs
-        compiled = torch.compile(job.net, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+        model = job.model if self.around else job.net
+        compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
         job.kept["compiled"] = compiled
-        if job.group is not None:
+        if not self.around:
             job.kept["compiled"] = DistributedDataParallel(compiled, process_group=job.group)
 
     def step(self, job: Job, step: int, x: Tensor, y: Tensor) -> None:
@@ -418,6 +420,12 @@ class Compiled(Loop):
             job.loss_fn(model(x), y).backward()
         job.optimizer.step()
         job.kept["compiled graphs"] = len(job.kept["graphs"])
+
+
+class CompiledAround(Compiled):
+    """and around it"""
+
+    around = True
 
 
 class CompiledInPlace(Compiled):

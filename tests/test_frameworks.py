@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +368,45 @@ def test_sinks_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         train_with(["tensorboard"], tmp_path / "c")
     with pytest.raises(TypeError, match="options are those of a run that is yet to begin"):
         WandB(object(), project="a")
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_with_the_lines_of_each_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three lines each, and they work."""
+    import lightning.pytorch as pl
+    import transformers
+    from accelerate import Accelerator
+
+    page = (Path(__file__).parents[1] / "docs/frameworks.md").read_text()
+    blocks = dict(re.findall(r"^## (\w+)\n.*?```python\n(.*?)```", page, re.MULTILINE | re.DOTALL))
+    assert list(blocks) == ["PyTorch", "Accelerate", "Lightning", "transformers"]
+    rows = samples("classes")
+    pairs = torch.utils.data.DataLoader([(row["x"], row["labels"]) for row in rows], batch_size=4)  # type: ignore[arg-type]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"),
+        use_cpu=True,
+        report_to="none",
+        max_steps=3,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    net = nn.Sequential(nn.Linear(6, 3))
+    for name, block in blocks.items():
+        monkeypatch.chdir(tmp_path)
+        assert 2 <= len(re.findall(r"# \+$", block, re.MULTILINE)) <= 3, name
+        scope: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "loader": pairs, "model": net, "data": rows}
+        scope |= {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "accelerator": Accelerator(cpu=True)}
+        if name == "Lightning":
+            scope |= {"module": lightning_module("usual")}
+            quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            scope["Trainer"] = lambda **given: pl.Trainer(**given, **quiet)  # noqa: B023
+        if name == "transformers":
+            scope |= {"model": Small("classes"), "Trainer": transformers.Trainer, "arguments": arguments}
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        exec(compile(block, f"{name} in frameworks.md", "exec"), scope)
+        tree = open_run("runs/run.zarr")
+        assert tree["alpha"].sizes["step"] >= 1 and tree.attrs["state"] == "closed", name

@@ -513,6 +513,7 @@ def test_where_lbfgs_is_tracked(tmp_path: Path) -> None:
 def wrap_in_fsdp(rank: int, size: int, group: Any, store: str) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     said = []
     for part in (False, True):
@@ -523,16 +524,23 @@ def wrap_in_fsdp(rank: int, size: int, group: Any, store: str) -> list[str]:
             DistCockpit(net, nn.CrossEntropyLoss(), store=store, quantities=[MeanGSNR()])
         except TypeError as error:
             said.append(str(error))
+    net = cases.initialised("deep")
+    net.last.weight = nn.Parameter(distribute_tensor(net.last.weight, mesh, [Shard(1)]))
+    try:
+        DistCockpit(net, nn.CrossEntropyLoss(), store=store, quantities=[MeanGSNR()])
+    except TypeError as error:
+        said.append(str(error))
     return said
 
 
 @shows("Refused with an error", "FSDP2 (`fully_shard`), whole or in part, and tensor parallelism")
 def test_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
-    for whole, part in ranks.run(4, wrap_in_fsdp, str(tmp_path / "run")):
+    for whole, part, tensor in ranks.run(4, wrap_in_fsdp, str(tmp_path / "run")):
         assert (
             whole.startswith("model=FSDPDeep was given to fully_shard (FSDP2)") and "DistributedDataParallel" in whole
         )
         assert part.startswith("Module 'middle' of the model was given to fully_shard (FSDP2)")
+        assert tensor.startswith("Parameter 'last.weight' is a DTensor")
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,11 @@ def blocks(language: str) -> list[str]:
     return [textwrap.dedent(text) for _, text in found]
 
 
+@pytest.mark.filterwarnings("ignore")  # of Lightning's imports
 def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = blocks("python")
-    assert len(python) == 5
+    assert len(python) == 7
     scope: dict[str, object] = {"__name__": "readme"}
     for block in python:
         exec(compile(block, "README.md", "exec"), scope)
