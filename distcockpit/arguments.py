@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import __version__, hutchinson
 from distcockpit.coverage import Coverage
@@ -30,6 +29,7 @@ from distcockpit.schedules import AnyOf, Schedule
 from distcockpit.schema import NAME
 from distcockpit.session import Setup
 from distcockpit.sinks import Sink
+from distcockpit.wrapped import has_children, wrappers
 
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -66,19 +66,6 @@ def bare_module(model: nn.Module) -> nn.Module:
     return bare
 
 
-def wrappers(model: nn.Module) -> list[nn.Module]:
-    """The model with what it wraps, from outside to inside."""
-    found = [model]
-    while True:
-        outer = found[-1]
-        if isinstance(outer, DistributedDataParallel):
-            found.append(outer.module)
-        elif type(outer).__name__ == "OptimizedModule":  # of torch.compile, which takes long to import
-            found.append(outer.get_submodule("_orig_mod"))
-        else:
-            return found
-
-
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """The optimizers of the model, by name."""
 
@@ -88,7 +75,7 @@ def named_optimizers(optimizer: object) -> Optimizers:
 
     Raises:
         TypeError: If something is no optimizer.
-        ValueError: If a name cannot be one of a group in the store.
+        ValueError: If there is none, or a name cannot be one of a group in the store.
     """
     if optimizer is None:
         return {}
@@ -108,13 +95,13 @@ def named_optimizers(optimizer: object) -> Optimizers:
                 f"optimizer={{{name!r}: ...}}: names must be texts of letters, digits, '_', '-' and '.': they name "
                 "groups in the store."
             )
-    if len(named) == 1:
-        return {"": next(iter(named.values()))}
-    return named
+    if not named:
+        raise ValueError(f"optimizer={optimizer!r}: holds no optimizer. Give one, or leave the argument out.")
+    return {"": named["0"]} if list(named) == ["0"] and not isinstance(optimizer, Mapping) else named
 
 
 def chosen_quantities(
-    quantities: str | Sequence[Quantity], schedule: Schedule, optimizers: Optimizers
+    quantities: str | Sequence[Quantity], schedule: Schedule, optimizers: Optimizers, model: Model
 ) -> list[Quantity]:
     """The quantities, each with a schedule and a name of its own; the learning rates with them.
 
@@ -136,9 +123,8 @@ def chosen_quantities(
             raise TypeError(f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR().")
     if len(optimizers) > 1:
         given = {q.name for q in chosen}
-        chosen = [
-            each for q in chosen for each in q.for_optimizers(list(optimizers)) if each is q or each.name not in given
-        ]
+        held = [name for name, parameters in model.optimizers.items() if parameters]
+        chosen = [each for q in chosen for each in q.for_optimizers(held) if each is q or each.name not in given]
     names = [q.name for q in chosen]
     for name in names:
         if names.count(name) > 1:
@@ -198,7 +184,7 @@ def model_facts(bare: nn.Module, layers: Sequence[Layer], optimizers: Optimizers
     leaves = {
         layer.path: isinstance(layer.module, ACTIVATIONS)
         for layer in layers
-        if not any(layer.module.children()) or is_unit(layer.module)
+        if not has_children(layer.module) or is_unit(layer.module)
     }
     owner: dict[str, str] = {}
     for layer in layers:
@@ -215,7 +201,9 @@ def model_facts(bare: nn.Module, layers: Sequence[Layer], optimizers: Optimizers
         every_parameter=list(parameters),
         parameter_groups={name: group_of[id(parameters[name])] for name in shapes if id(parameters[name]) in group_of},
         n_parameter_groups=len(groups),
-        optimizers=_held_by(optimizers, {name: parameters[name] for name in shapes}) if len(optimizers) > 1 else {},
+        optimizers=_held_by(optimizers, {name: parameters[name] for name in shapes})
+        if list(optimizers) != [""]
+        else {},
         world_size=world_size,
     )
 

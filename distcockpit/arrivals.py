@@ -26,6 +26,8 @@ class Arrivals:
         self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first of them arrived
         if keep_left:
             self.left = {name: _copied(p.grad) for name, p in parameters.items()}
+            self._held = {name: p.grad for name, p in parameters.items()}
+            self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
     @property
@@ -37,10 +39,24 @@ class Arrivals:
         ]
         return torch.cat([part.double().reshape(-1) for part in parts])
 
-    def now(self, name: str) -> Tensor:
-        """What is in ``.grad``, float64, in the shape of the parameter."""
-        p = self._parameters[name]
-        return torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.detach().to_dense().double()
+    def added(self, name: str) -> Tensor:
+        """What the step added to ``.grad``, float64, in the shape of the parameter.
+
+        Where none arrived, what was there may have been zeroed, or another rank's added; NaN if it may be either.
+        """
+        p, before = self._parameters[name], self.left[name]
+        if p.grad is None:
+            return torch.zeros_like(p, dtype=torch.float64)
+        now = p.grad.detach().to_dense().double()
+        if before is None:
+            return now
+        if name in self.gradients:
+            return now - before.double()
+        if p.grad is not self._held[name]:
+            return now
+        if p.grad._version == self._versions[name]:
+            return now - before.double()
+        return now.where(before == 0, torch.nan)
 
     @property
     def is_rounded(self) -> bool:

@@ -8,6 +8,7 @@ gradients wrong when it is taken at arrival.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -27,6 +28,7 @@ from distcockpit.captured import (
     Loss,
     LossCall,
     Micro,
+    comes_from,
     interpret,
     received,
     returned_any,
@@ -38,9 +40,14 @@ from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import adder, collector, owned_memory
 from distcockpit.rng import RandomState
-from distcockpit.trees import map_tensors, tensors
+from distcockpit.trees import map_tensors, memory_of, tensors
 
 Observer = Callable[[Tensor, bool], Tensor | None]
+
+TOLD_TWICE = (
+    "{} for the same forward pass, so that the losses of its samples are told twice. Tell them once: by the loss "
+    "module (loss_fn=...), or loss_fn=None and one record_losses(losses) per forward pass, with their weighted sum."
+)
 
 
 class Capture:
@@ -57,6 +64,7 @@ class Capture:
         batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
         watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
         keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
+        wrappers: Modules around the model.
         copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
     """
 
@@ -74,17 +82,20 @@ class Capture:
         watch: Mapping[str, Tensor] | None = None,
         keep_left: bool = False,
         copies: bool = True,
+        wrappers: Sequence[nn.Module] = (),
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough = thorough
         self._batch_size = batch_size
         self.arrivals = Arrivals(watch or {}, keep_left)
-        self._copies, self._own = copies, OwnCopies()
+        self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
+        self._overlap = False  # whether a pass began before an earlier one went backward
         self._paused, self._thread = False, threading.get_ident()
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
-        self._pass: ForwardPass | None = None
+        self._pass: ForwardPass | None = None  # the one that calls of layers belong to
+        self._calls: list[_Call] = []  # of the model, that have not returned
         self._handles: list[Any] = []
         self._before: dict[int, _Before] = {}
         self._open = False
@@ -105,7 +116,9 @@ class Capture:
             if _is_rerun(layer):
                 keep(layer.module.register_forward_pre_hook(self._enter_rerun_layer, with_kwargs=True, prepend=True))
             keep(layer.module.register_forward_hook(self._leave_layer(layer), with_kwargs=True, prepend=True))
-        keep(self._model.register_forward_hook(self._leave_model, prepend=False))
+        keep(self._model.register_forward_hook(self._leave_model, prepend=False, always_call=True))
+        for wrapper in self._wrappers:
+            keep(wrapper.register_forward_hook(self._leave_wrapper))
         if self._loss.module is not None and is_decomposable(self._loss.module):
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
@@ -126,25 +139,32 @@ class Capture:
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
+        self._calls.append(_Call(self._pass))
         if not torch.is_grad_enabled():
             self._pass = None
             return
         if self._pass is not None and self._pass.is_open and not self._pass.uses:
             # A call of the model that does nothing but call the model: Lightning takes training_step through it.
-            self.micros[-1].passes.remove(self._pass)
+            for call in self._calls:
+                call.is_rerouted |= call.made is self._pass
+            self._forget(self._pass)
         # Any pass may have to be run again: a loop may change at any step.
         random_state, states = RandomState.take(self._device), ModuleStates.take(module)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         micro = self.micros[-1] if self.micros else None
-        if micro is None or micro.losses or any(p.went_backward for p in micro.passes):
+        continues = micro is not None and comes_from((args, kwargs), micro.passes)
+        if micro is None or not continues and (micro.losses or any(p.went_backward for p in micro.passes)):
             micro = Micro()
             self.micros.append(micro)
+        micro.is_one_batch |= continues
+        self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
         batch_size = self._infer_batch_size(args, kwargs)
         # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
         self._own = OwnCopies(tensors((args, kwargs)) if self._copies else ())
         args, kwargs = map_tensors(self._own, (args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
         micro.passes.append(self._pass)
+        self._calls[-1].made = self._pass
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
 
@@ -170,14 +190,30 @@ class Capture:
             f"(batch_dim={self._axes.batch_dim}). Pass it: track(step, batch_size=...)."
         )
 
+    def _forget(self, forward: ForwardPass) -> None:
+        """A pass that is none."""
+        for micro in self.micros:
+            micro.passes[:] = [each for each in micro.passes if each is not forward]
+
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not torch.is_grad_enabled() or self._pass is None or self._paused:
+        if self._paused or not self._calls:
             return output
-        forward = self._pass
-        if not forward.is_open:
+        call = self._calls.pop()
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised; a loop may catch that, and try again
+            if call.made is not None:
+                self._forget(call.made)
+            self._pass = call.before
+            return output
+        if call.is_rerouted:
             self._leave_rerouted(output)
             return output
+        forward = call.made
+        if forward is None:
+            self._pass = call.before
+            return output
         forward.is_open = False
+        if call.before is not None and call.before.is_open:
+            self._pass = call.before
         self.forward_seconds += time.perf_counter() - self._entered
         aliased = sum(t.requires_grad for t in tensors(output)) > 1
         if aliased:
@@ -201,6 +237,13 @@ class Capture:
                 self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
         return output
 
+    def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """DDP may hand on copies of what the model returned, which the loss is then computed from."""
+        forward = self._pass
+        if not self._paused and forward is not None and not forward.is_open and torch.is_grad_enabled():
+            if shapes_of(output) == shapes_of(forward.output):
+                forward.output = output
+
     def _leave_rerouted(self, output: Any) -> None:
         """A call of the model that called the model ends: what it returns may be the loss."""
         loss = scalar_output(output)
@@ -219,6 +262,8 @@ class Capture:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not torch.is_grad_enabled() or self._pass is None or self._paused:
                 return
+            if module is self._model and not self._pass.is_open:
+                return  # a call that was rerouted
             before = self._before.pop(id(module), None)
             if before is None:
                 wanted = layer.parameters or isinstance(module, _BatchNorm)
@@ -291,6 +336,10 @@ class Capture:
         owners = [forward for forward in micro.passes if returned_any(forward, (args, kwargs))]
         forward = owners[0] if len(owners) == 1 else micro.passes[-1]
         parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
+        if any(call.recorded for call in micro.losses):
+            raise RuntimeError(TOLD_TWICE.format(f"{type(module).__name__} was called after record_losses"))
+        # Targets may be overwritten as soon as the loss is there.
+        args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
         call = LossCall(args, kwargs, parts, output.detach(), of=forward if len(owners) == 1 else None)
         micro.losses.append(call)
         self._on_gradient(output, lambda g: _accumulate(call, g))
@@ -300,8 +349,11 @@ class Capture:
 
         Raises:
             ValueError: If the shape is another, or ``divisor`` is given where it is measured.
+            RuntimeError: If they are known already.
         """
         micro = self._current_micro("record_losses was called")
+        if micro.losses:
+            raise RuntimeError(TOLD_TWICE.format("record_losses was called after the loss module, or twice"))
         expected = micro.passes[-1].batch_size
         if losses.shape not in ((expected,), ()):
             raise ValueError(
@@ -344,7 +396,18 @@ class Capture:
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
     def finish(self) -> list[Captured]:
-        """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does."""
+        """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does.
+
+        Raises:
+            RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
+        """
+        late = [use for use in self.uses() if use.is_late and use.output_gradients]
+        if self._overlap and late:
+            raise RuntimeError(
+                f"Layer '{late[0].layer.path}' was called in a backward pass, as activation checkpointing with "
+                "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
+                "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
+            )
         self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
         with torch.no_grad():
             for use, position, values in self._to_show:
@@ -378,15 +441,16 @@ class OwnCopies:
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
         self._given = [t for t in given if not isinstance(t, nn.Parameter)]
-        self._memory = {_memory_of(t) for t in self._given}
+        self._memory = {memory_of(t) for t in self._given}
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor as it is now, where its memory is that of a given one; else the tensor."""
-        if not self._memory or _memory_of(tensor) not in self._memory or isinstance(tensor, nn.Parameter):
+        memory = memory_of(tensor)
+        if memory not in self._memory or isinstance(tensor, nn.Parameter):
             return tensor
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride()) if _is_plain(tensor) else ()
-        key = (_memory_of(tensor), tensor.dtype, view, _version(tensor))
+        view = () if memory == id(tensor) else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (memory, tensor.dtype, view, _version(tensor))
         if key not in self._made:
             self._made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._made[key]
@@ -394,19 +458,20 @@ class OwnCopies:
     @property
     def were_written(self) -> bool:
         """Whether the given tensors are not any more what they were when they were copied."""
-        return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == _memory_of(t))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if _is_plain(tensor) else id(tensor)
+        return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == memory_of(t))
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model that has not returned."""
+
+    before: ForwardPass | None  # what calls of layers belonged to before
+    made: ForwardPass | None = None
+    is_rerouted: bool = False  # whether it only calls the model again
 
 
 @dataclass(frozen=True)

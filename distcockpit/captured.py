@@ -20,10 +20,10 @@ from distcockpit.gradients.uses import Axes, Formed, MicroBatch, Use
 from distcockpit.losses import Decomposition, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
-from distcockpit.trees import tensors
+from distcockpit.trees import memory_of, tensors
 
 
-@dataclass
+@dataclass(eq=False)
 class ForwardPass:
     """One call of the whole model."""
 
@@ -67,8 +67,23 @@ class ForwardPass:
 
 def returned_any(forward: ForwardPass, given: Any) -> bool:
     """Whether one of the given tensors is what the pass returned, or a view of that."""
-    ours = {t.untyped_storage().data_ptr() for t in tensors(forward.output) if t.requires_grad}
-    return any(t.requires_grad and t.untyped_storage().data_ptr() in ours for t in tensors(given))
+    ours = {memory_of(t) for t in tensors(forward.output) if t.requires_grad}
+    return any(t.requires_grad and memory_of(t) in ours for t in tensors(given))
+
+
+def comes_from(given: Any, passes: Sequence[ForwardPass]) -> bool:
+    """Whether what a pass is given was computed from what an earlier one returned."""
+    ours = {t.grad_fn for forward in passes for t in tensors(forward.output)} - {None}
+    nodes = [t.grad_fn for t in tensors(given) if t.grad_fn is not None]
+    seen = set(nodes)
+    while ours and nodes:
+        node = nodes.pop()
+        if node in ours:
+            return True
+        new = {upstream for upstream, _ in node.next_functions if upstream is not None} - seen
+        seen |= new
+        nodes += new
+    return False
 
 
 def scalar_output(output: Any) -> Tensor | None:
@@ -95,12 +110,13 @@ class LossCall:
         return self.weight is not None
 
 
-@dataclass
+@dataclass(eq=False)
 class Micro:
     """Forward passes and the losses computed from them: one micro-batch, as the hooks saw it."""
 
     passes: list[ForwardPass] = field(default_factory=list)
     losses: list[LossCall] = field(default_factory=list)
+    is_one_batch: bool = False  # whether a pass was given what an earlier one returned: their samples are the same
 
 
 @dataclass(frozen=True)
@@ -228,15 +244,15 @@ def _paired(micro: Micro) -> list[Micro]:
     if not micro.losses:
         return [Micro([forward]) for forward in micro.passes]
     of = [call.of for call in micro.losses]
-    told = {id(forward) for forward in of}
-    if len(micro.passes) < 2 or any(id(forward) not in told for forward in micro.passes):
+    if micro.is_one_batch or len(micro.passes) < 2 or None in of or any(forward not in of for forward in micro.passes):
         return [micro]
     return [Micro([forward], [call for call in micro.losses if call.of is forward]) for forward in micro.passes]
 
 
 def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
     sizes = {forward.batch_size for forward in micro.passes}
-    if len(sizes) > 1 or (len(micro.passes) > 1 and len(micro.losses) > 1):
+    several = len(micro.passes) > 1 and len(micro.losses) > 1 and not micro.is_one_batch
+    if len(sizes) > 1 or several and sizes != {0}:
         raise RuntimeError(
             f"{len(micro.passes)} forward passes (batch sizes {sorted(sizes)}) were followed by {len(micro.losses)} "
             "calls of the loss, so samples cannot be paired. Call the loss of a micro-batch before the next forward "
@@ -315,7 +331,7 @@ def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
     individual = parts.individual
     assert weight is not None
     if call.factor is None:  # recorded beside the graph: they tell the losses, not the factor
-        scale = _scale_without_loss(micro.passes[-1], replace(loss, weight=parts.divisor), n_micros)
+        scale = _scale_without_loss(micro.passes[-1], replace(loss, weight=parts.divisor, module=None), n_micros)
         return replace(scale, weight=weight, individual=individual, total=parts.total)
     if individual is None:
         return Scale(weight, parts.divisor, parts.divisor / call.factor.double(), None, parts.total)

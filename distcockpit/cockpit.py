@@ -38,7 +38,6 @@ from distcockpit.arguments import (
     model_facts,
     named_optimizers,
     segment,
-    wrappers,
 )
 from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
@@ -54,6 +53,7 @@ from distcockpit.shadow import Shadow
 from distcockpit.sinks import Sink
 from distcockpit.step import TrackedStep
 from distcockpit.store import MODES, RunStore
+from distcockpit.wrapped import wrappers
 from distcockpit.writer import Pace
 
 ON_ERROR = ("warn", "raise")
@@ -185,12 +185,13 @@ class DistCockpit(Joinable):
             name = check_store(store)
             bare = bare_module(model)
             optimizers = named_optimizers(optimizer)
-            chosen = chosen_quantities(quantities, schedule, optimizers)
             layers = find_layers(bare, include, exclude)
             check_loss_and_optimizers(loss_fn, optimizers, bare)
+            loss_fn = None if loss_fn is None else wrappers(loss_fn)[-1]
+            facts = model_facts(bare, layers, optimizers, world.size)
+            chosen = chosen_quantities(quantities, schedule, optimizers, facts)
             check_batchnorm(batchnorms(bare), track_batchnorm)
             check_needs(chosen, bare, loss_fn, optimizers)
-            facts = model_facts(bare, layers, optimizers, world.size)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
@@ -200,6 +201,7 @@ class DistCockpit(Joinable):
         setup = Setup(
             world,
             bare,
+            wrappers(model)[:-1],
             layers,
             facts,
             chosen,
@@ -285,14 +287,17 @@ class DistCockpit(Joinable):
                 micro-batches), so that these need not be told.
             weight: How many terms the micro-batch has, where that is not its number of samples: tokens, for example.
             divisor: What the loss of the micro-batch was divided by, where that is not ``weight``: the tokens of all
-                micro-batches, for example.
+                micro-batches, for example. Positive.
 
         Raises:
             TypeError: If an argument is no number.
-            ValueError: If the shape is another, or ``divisor`` is given where it can be measured.
+            ValueError: If the shape is another, or ``divisor`` is zero, or given where it can be measured.
+            RuntimeError: If the losses of this forward pass are known already.
         """
         if self._session is not None and self._session.inside is not None:
             check_positive("record_losses", weight=weight, divisor=divisor)
+            if divisor is not None and not divisor:
+                raise ValueError("record_losses(divisor=0): must be positive; a loss cannot have been divided by it.")
             self._session.inside.record_losses(losses, weight, divisor)
 
     def log(

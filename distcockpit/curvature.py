@@ -27,6 +27,7 @@ from distcockpit.hessian import twice_differentiable_loss
 from distcockpit.hutchinson import gauss_newton_product
 from distcockpit.replay import replayed_loss
 from distcockpit.rng import set_seed
+from distcockpit.wrapped import has_children
 
 KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")
 WAY_OUT = (
@@ -173,7 +174,7 @@ def _problem_of_model(curvature: Curvature, model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             shared = parameter in owner
-            if parameter.requires_grad and (shared or any(module.children())):
+            if parameter.requires_grad and (shared or has_children(module)):
                 why = f"is shared with layer '{owner[parameter]}'" if shared else "belongs to a module with children"
                 return (
                     f"does not support parameter '{path}.{name}': it {why}, and BackPACK needs each parameter in one "
@@ -331,4 +332,4 @@ def _after(chain: Chain, path: str) -> Callable[..., None]:
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((path, module) for path, module in model.named_modules() if not any(module.children()))
+    return ((path, module) for path, module in model.named_modules() if not has_children(module))

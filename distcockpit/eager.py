@@ -17,7 +17,7 @@ def eagerly() -> Generator[None, None, None]:
     step: what is compiled stays, and is used again afterwards.
 
     Raises:
-        RuntimeError: If a graph of CUDA is being captured, into which nothing of this belongs.
+        RuntimeError: If this is inside a function that is being compiled, or a graph of CUDA is being captured.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -27,5 +27,12 @@ def eagerly() -> Generator[None, None, None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import takes seconds
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`track` was entered by a function that is being compiled. Put `with cockpit.track(step):` around the call "
+            "of the compiled function, not inside it."
+        ) from error
+    with stance:
         yield

@@ -10,6 +10,7 @@ from torch import nn
 
 from distcockpit.gradients.rules import is_unit, rule_for
 from distcockpit.gradients.uses import Layer
+from distcockpit.wrapped import has_children
 
 # The modules of torch.nn.modules.activation, save attention, which has parameters and structure of its own.
 ACTIVATIONS = tuple(
@@ -56,9 +57,9 @@ def find_layers(
         parameters = {local: names[id(p)] for local, p in own.items() if id(p) in names}
         if not _selected(path, include, exclude):
             left_out.update({full: path for full in parameters.values()})
-        elif parameters or unit or not any(module.children()):
+        elif parameters or unit or not has_children(module):
             below = {n: every_name[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-            is_leaf = unit or not any(module.children())
+            is_leaf = unit or not has_children(module)
             layers.append(Layer(path, module, parameters, below, rule_for(module), is_leaf))
     tracked = {full: layer.path for layer in layers for full in layer.parameters.values()}
     if not tracked:

@@ -296,10 +296,7 @@ def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Av
         parameters: The tracked parameters.
         plain: The mean over ranks of what arrived.
     """
-    held = []
-    for name, before in side.arrivals.left.items():
-        now = side.arrivals.now(name)
-        held.append((now if before is None else now - before.double()).reshape(-1))
+    held = [side.arrivals.added(name).reshape(-1) for name in side.arrivals.left]
     parts = [micro.weight / torch.as_tensor(micro.scale.unscale).double() for micro in side.captured if micro.weight]
     factor = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
     flat = torch.cat(held) if held else torch.zeros_like(plain)

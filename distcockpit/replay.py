@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import Captured, ForwardPass, scalar_output
+from distcockpit.checkpointing import without_reentrance
 from distcockpit.layers import training_batchnorms
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import unchanged
@@ -54,6 +55,7 @@ def replayed(
         _private_buffers(model, forward.buffers or {}),
         _without_hooks(list(model.parameters())),
         unchanged(device, forward.random_state),
+        without_reentrance(),
         torch.autocast(device.type, forward.autocast, enabled=forward.autocast is not None, cache_enabled=False),
     ):
         for path, module in frozen.items():

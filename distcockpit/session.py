@@ -46,7 +46,8 @@ class Setup:
     """What all ranks agreed on at construction."""
 
     world: World
-    bare: nn.Module  # the model without its wrapper
+    bare: nn.Module  # the model without its wrappers
+    wrappers: Sequence[nn.Module]  # these
     layers: Sequence[Layer]  # each with the parameters that it owns
     facts: Model
     quantities: Sequence[Quantity]

@@ -128,6 +128,12 @@ def _check(session: Session, state: Mapping[str, Any]) -> None:
             f"load_state_dict(): the state has version {state.get('version')!r}, this distcockpit reads {VERSION}. "
             "Give it what state_dict() returned; without it a run is resumed with a seam."
         )
+    saved, now = (state["start"] or {}).get("optimizers"), list(session.setup.facts.optimizers)
+    if saved is not None and sorted(saved) != sorted(now):
+        raise ValueError(
+            f"load_state_dict(): the state is of a run with the optimizers {saved}, this one has {now}. Give "
+            "DistCockpit optimizers of the same names."
+        )
     every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
     for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
         for name, value in kept.items():
@@ -156,6 +162,7 @@ def _start(session: Session, start: Start) -> State:
         "scale": start.scale,
         "displaced": [q.name for q in start.displaced],
         "norm": norm,
+        "optimizers": list(setup.facts.optimizers),
         "samples": samples,
     }
 
@@ -170,6 +177,7 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
     nothing = torch.zeros(len(setup.facts.parts_of_updates), 0, dtype=torch.float64)
     losses = torch.cat([nothing[0], *(part["losses"] for part in mine)])
     slopes = torch.cat([nothing, *(part["slopes"] for part in mine)], 1)
+    slopes = slopes[_order(state["optimizers"], list(setup.facts.optimizers), len(slopes))]
     quantities = {q.name: q for q in setup.quantities}
     return Start(
         Stamp(state["step"], state["epoch"], state["wall_time"], state["n"]),
@@ -182,6 +190,11 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
         norm=state["norm"],
         inputs_were_changed=any(bool(part["inputs_changed"]) for part in mine),
     )
+
+
+def _order(saved: list[str], now: list[str], n_parts: int) -> list[int]:
+    """Where the part of each optimizer of now is in what was saved; what none holds is the last in both."""
+    return [*(saved.index(name) for name in now), *range(len(now), n_parts)]
 
 
 def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> list[State]:

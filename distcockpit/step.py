@@ -132,6 +132,7 @@ class TrackedStep:
             observers=observers,
             batch_size=self._batch_size,
             watch=watched,
+            wrappers=setup.wrappers,
             keep_left=self._active.wants("averaged"),
         )
         self._capture.start()

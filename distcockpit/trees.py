@@ -57,3 +57,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return leaf
 
     return tree_map(exchange, tree)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tensors with common memory have in common: its address; for tensors without plain memory, their identity."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse, nested, masked, ...
+        return id(tensor)

@@ -425,7 +425,7 @@ class Compiled(Loop):
 class CompiledAround(Compiled):
     """and around it"""
 
-    around = True
+    model, around = "deep", True
 
 
 class CompiledInPlace(Compiled):
@@ -580,6 +580,7 @@ def shows(row: str, text: str) -> Callable[[Any], Any]:
 def table() -> str:
     """The README's table; with the tests of all other files that mark any."""
     import test_frameworks  # noqa: F401
+    import test_loop_faults  # noqa: F401
     import test_loops  # noqa: F401
 
     told = [(loop.row, re.sub(r"\s+", " ", type(loop).__doc__ or "").strip()) for loop in LOOPS.values()]

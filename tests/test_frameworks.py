@@ -370,7 +370,7 @@ def test_sinks_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         WandB(object(), project="a")
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -569,5 +569,5 @@ def test_optimizers_that_are_refused(tmp_path: Path, optimizer: Any, kind: type[
 def test_alpha_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
     net = cases.initialised("sigmoid")
     optimizer = torch.optim.SGD(net.parameters())
-    with pytest.raises(ValueError, match=r"Alpha\(optimizer='muon'\): there is no such one"):
+    with pytest.raises(ValueError, match=r"Alpha\(optimizer='muon'\): no optimizer of this name"):
         DistCockpit(net, None, optimizer, store=tmp_path / "run", quantities=[Alpha(optimizer="muon")])

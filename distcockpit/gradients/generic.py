@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
+from distcockpit.checkpointing import kept_activations
 from distcockpit.gradients import parts
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.parts import Drawn
@@ -209,6 +210,7 @@ class _Again:
                 unchanged(device, use.random_state),
                 torch.set_grad_enabled(with_graph),
                 precision,
+                kept_activations(),
                 drawn or nullcontext(),
             ):
                 for m in sparse:

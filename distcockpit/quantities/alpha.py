@@ -85,10 +85,11 @@ class Alpha(Quantity):
         Raises:
             ValueError: If there is no such optimizer.
         """
-        if self.optimizer is not None and self.optimizer not in model.optimizers:
+        if self.optimizer is not None and not model.optimizers.get(self.optimizer):
+            known = [name for name, held in model.optimizers.items() if held]
             raise ValueError(
-                f"Alpha(optimizer={self.optimizer!r}): there is no such one among several optimizers, which are "
-                f"{list(model.optimizers)}. Give DistCockpit optimizer={{name: optimizer, ...}}, or leave it out."
+                f"Alpha(optimizer={self.optimizer!r}): no optimizer of this name holds tracked parameters; of those "
+                f"that DistCockpit was given, {known} do. Give it optimizer={{name: optimizer, ...}}, or leave it out."
             )
         names = {
             "f_start": "mean loss at the start of the update",
