@@ -285,7 +285,8 @@ class DistCockpit(Joinable):
             losses: One loss per sample, shape ``[B]``, or the loss of the micro-batch, a tensor without axes. From the
                 gradient that reaches it follow the factors on it (the scale of mixed precision, one over the number of
                 micro-batches), so that these need not be told.
-            weight: How many terms the micro-batch has, where that is not its number of samples: tokens, for example.
+            weight: How many terms the micro-batch has, where that is not its number of samples: tokens, for example. A
+                tensor on a GPU is waited for, and so is ``divisor``.
             divisor: What the loss of the micro-batch was divided by, where that is not ``weight``: the tokens of all
                 micro-batches, for example. Positive.
 

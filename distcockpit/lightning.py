@@ -77,21 +77,24 @@ class DistCockpitCallback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Close the cockpit."""
-        if self._step is not None:  # the training ended between micro-batches
-            self._leave(KeyboardInterrupt())
+        self._leave(KeyboardInterrupt())  # it may have ended between micro-batches
         if self.cockpit is not None:
+            self._saved = self.cockpit.state_dict() if trainer.checkpoint_callbacks else {}  # saved after this, too
             self.cockpit.close()
+            self.cockpit = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Keep what was tracked; the other ranks are not waited for."""
         self._leave(exception)
         if self.cockpit is not None:
             self.cockpit.__exit__(type(exception), exception, None)
-            self.cockpit = None
+            self.cockpit, self._saved = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         """The cockpit's own state, saved with the checkpoint."""
-        return {} if self.cockpit is None or self._step is not None else self.cockpit.state_dict()
+        if self.cockpit is None:
+            return self._saved
+        return {} if self._step is not None else self.cockpit.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Taken up when the training starts."""

@@ -297,10 +297,12 @@ def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Av
         plain: The mean over ranks of what arrived.
     """
     held = [side.arrivals.added(name).reshape(-1) for name in side.arrivals.left]
-    parts = [micro.weight / torch.as_tensor(micro.scale.unscale).double() for micro in side.captured if micro.weight]
-    factor = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    nothing = torch.zeros((), dtype=torch.float64, device=plain.device)
+    own = [micro for micro in side.captured if micro.weight]
+    parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=plain.device).double() for micro in own]
+    factor = torch.stack([nothing, *parts]).sum()
     flat = torch.cat(held) if held else torch.zeros_like(plain)
-    return Averaged(ByParameter(flat, parameters), ByParameter(plain, parameters), factor.to(plain.device))
+    return Averaged(ByParameter(flat, parameters), ByParameter(plain, parameters), factor)
 
 
 def _eigenvalues(

@@ -104,6 +104,7 @@ class DistCockpitCallback(TrainerCallback):
         """Close the cockpit."""
         if self.cockpit is not None:
             self.cockpit.close()
+            self.cockpit = None
 
     def _leave(self, error: BaseException | None = None) -> None:
         step, self._step = self._step, None
@@ -115,6 +116,7 @@ class DistCockpitCallback(TrainerCallback):
             step.__exit__(kind, error, None)
         if error is not None and self.cockpit is not None:
             self.cockpit.__exit__(kind, error, None)
+            self.cockpit = None
 
     def _tell(self, model: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
         """A micro-batch went through the model.

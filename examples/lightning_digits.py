@@ -47,7 +47,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(module: pl.LightningModule, arguments: argparse.Namespace) -> None:
+def main(module_class: type[pl.LightningModule] = Digits) -> None:
+    arguments = parse_arguments()
     pl.seed_everything(0, verbose=False)
     loader = DataLoader(make_data(0)[0], batch_size=32, shuffle=True)
     callback = DistCockpitCallback(arguments.store, schedule=every(arguments.every), mode="w")
@@ -63,12 +64,11 @@ def train(module: pl.LightningModule, arguments: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader)
+    trainer.fit(module_class(), loader)
+    if trainer.is_global_zero:
+        run = open_run(arguments.store)
+        print(f"{arguments.store}: {run['alpha'].sizes['step']} values of alpha on {run.attrs['world_size']} ranks")
 
 
 if __name__ == "__main__":
-    given = parse_arguments()
-    train(Digits(), given)
-    if int(os.environ.get("RANK", 0)) == 0:
-        run = open_run(given.store)
-        print(f"{given.store}: {run['alpha'].sizes['step']} values of alpha on {run.attrs['world_size']} ranks")
+    main()

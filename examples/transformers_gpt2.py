@@ -43,7 +43,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(arguments: argparse.Namespace, trainer_class: type[Trainer] = Trainer) -> None:
+def main(trainer_class: type[Trainer] = Trainer) -> None:
+    arguments = parse_arguments()
     torch.manual_seed(0)
     model = make_model(32)
     callback = DistCockpitCallback(arguments.store, schedule=every(arguments.every), mode="w")
@@ -61,12 +62,12 @@ def train(arguments: argparse.Namespace, trainer_class: type[Trainer] = Trainer)
         logging_strategy="no",
         dataloader_pin_memory=False,
     )
-    trainer_class(model=model, args=options, train_dataset=Sentences(), callbacks=[callback]).train()
+    trainer = trainer_class(model=model, args=options, train_dataset=Sentences(), callbacks=[callback])
+    trainer.train()
+    if trainer.is_world_process_zero():
+        run = open_run(arguments.store)
+        print(f"{arguments.store}: {run['alpha'].sizes['step']} values of alpha on {run.attrs['world_size']} ranks")
 
 
 if __name__ == "__main__":
-    given = parse_arguments()
-    train(given)
-    if int(os.environ.get("RANK", 0)) == 0:
-        run = open_run(given.store)
-        print(f"{given.store}: {run['alpha'].sizes['step']} values of alpha on {run.attrs['world_size']} ranks")
+    main()

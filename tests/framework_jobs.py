@@ -5,7 +5,6 @@ torchrun --nproc_per_node=2 tests/framework_jobs.py lightning STORE FOLDER
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -31,9 +30,9 @@ def write_down(model: nn.Module, losses: Tensor, terms: float) -> None:
     FOUND.append((losses.detach().double().numpy(), flat, terms, values))
 
 
-def run_lightning(arguments: argparse.Namespace) -> None:
+def run_lightning() -> None:
     from digits import make_model
-    from lightning_digits import Digits, train
+    from lightning_digits import Digits, main
 
     class Watched(Digits):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -42,13 +41,13 @@ def run_lightning(arguments: argparse.Namespace) -> None:
             write_down(twin, F.cross_entropy(twin(x), y, reduction="none"), len(y))
             return super().training_step(batch, batch_idx)
 
-    train(Watched(), arguments)
+    main(Watched)
 
 
-def run_transformers(arguments: argparse.Namespace) -> None:
+def run_transformers() -> None:
     from gpt2 import make_model
     from transformers import Trainer
-    from transformers_gpt2 import train
+    from transformers_gpt2 import main
 
     class Watched(Trainer):
         def compute_loss(self, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +61,13 @@ def run_transformers(arguments: argparse.Namespace) -> None:
             torch.manual_seed(len(FOUND) - 1)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    train(arguments, Watched)
+    main(Watched)
 
 
 if __name__ == "__main__":
     framework, store, folder = sys.argv[1:]
-    given = argparse.Namespace(store=store, steps=STEPS, every=1, accumulate=MICROS)
-    {"lightning": run_lightning, "transformers": run_transformers}[framework](given)
+    sys.argv[1:] = ["--store", store, "--steps", str(STEPS), "--every", "1", "--accumulate", str(MICROS)]
+    {"lightning": run_lightning, "transformers": run_transformers}[framework]()
     for k, (losses, gradients, terms, values) in enumerate(FOUND[: STEPS * MICROS]):
         path = f"{folder}/{os.environ['RANK']}-{k}.npz"
         np.savez(path, losses=losses, gradients=gradients, terms=terms, values=values)

@@ -38,7 +38,8 @@ def test_framework(tmp_path: Path, framework: str) -> None:
     """The example on two ranks, two micro-batches per step, against autograd's individual gradients."""
     store = str(tmp_path / "run")
     command = ["torchrun", "--nproc_per_node=2", "tests/framework_jobs.py", framework, store, str(tmp_path)]
-    run(*command, allowed="Warning", **QUIET)
+    said = run(*command, allowed="Warning", **QUIET)
+    assert f"{store}: {STEPS - 1} values of alpha on 2 ranks" in said
     tree = open_run(store)
     assert tree.attrs["world_size"] == 2 and tree.attrs["state"] == "closed"
     batches = [pooled(tmp_path, step) for step in range(STEPS)]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train import SHARDINGS, Spec, parameter_groups
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import Alpha, CompressionError, GradNorm, InnerTest, Loss, MeanGSNR, UpdateSize
+from distcockpit.quantities import Alpha, CompressionError, GradNorm, HessTrace, InnerTest, Loss, MeanGSNR, UpdateSize
 
 
 def flat(arrays: dict[str, Any]) -> np.ndarray:
@@ -571,3 +571,44 @@ def test_alpha_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(net.parameters())
     with pytest.raises(ValueError, match=r"Alpha\(optimizer='muon'\): no optimizer of this name"):
         DistCockpit(net, None, optimizer, store=tmp_path / "run", quantities=[Alpha(optimizer="muon")])
+
+
+def train_flattened(rank: int, size: int, group: Any, store: str, shards: tuple[int, ...], option: str) -> list[dict]:
+    """The loss takes the output of DDP, which is a copy of the model's with these options, with its axes flattened."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
+    model, loss_fn = DistributedDataParallel(net, process_group=group, **{option: True}), nn.CrossEntropyLoss()
+    optimizer, states = torch.optim.SGD(net.parameters(), lr=0.3), []
+    quantities = [MeanGSNR(), Loss(), Alpha(), HessTrace(curvature="hutchinson_ggn", samples=2)]
+    with DistCockpit(model, loss_fn, optimizer, store=store, quantities=quantities, schedule=every(1)) as cockpit:
+        for step in range(3):
+            states.append({k: v.clone() for k, v in net.state_dict().items()})
+            x, y = flattened_data(step, sum(shards))
+            mine = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(x[mine]).view(-1, 5), y[mine].view(-1)).backward()
+            optimizer.step()
+    return states
+
+
+def flattened_data(step: int, n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(n, 4, 12, generator=generator), torch.randint(5, (n, 4), generator=generator)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_outputs_that_ddp_copies(ranks: Ranks, tmp_path: Path, option: str) -> None:
+    shards = (9, 4)
+    states, _ = ranks.run(2, train_flattened, str(tmp_path / "run"), shards, option)
+    net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
+    run = open_run(tmp_path / "run")
+    for step, state in enumerate(states):
+
+        def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
+            return F.cross_entropy(z[0], y[0], reduction="sum"), 4.0
+
+        batch = oracle.batch(net, state, terms, *flattened_data(step, sum(shards)))
+        close(run["loss"]["loss"].sel(step=step), batch.losses.mean())
+        close(run["mean_gsnr"]["mean_gsnr"].sel(step=step), oracle.mean_gsnr(batch), 1e-4)
+    assert run["alpha"].sizes["step"] == 2 and (run["hess_trace"]["total"] > 0).all()
