@@ -253,7 +253,7 @@ def shard_of(rank: int, size: int, group: Any, store: str, cuts: list[int], accu
 
 
 @given(cuts=st.lists(st.integers(0, cases.N), min_size=3, max_size=3).map(sorted), accumulate=st.integers(1, 3))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sharding_gives_the_same_row(ranks: Ranks, tmp_path: Path, cuts: list[int], accumulate: int) -> None:
     shard_of(0, 1, None, str(tmp_path / "one"), [cases.N], 1)
     ranks.run(4, shard_of, str(tmp_path / "four"), cuts, accumulate)
