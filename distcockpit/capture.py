@@ -139,7 +139,7 @@ class Capture:
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
-        self._calls.append(_Call(self._pass))
+        self._calls.append(_Call(self._pass, self._own))
         if not torch.is_grad_enabled():
             self._pass = None
             return
@@ -212,8 +212,6 @@ class Capture:
             self._pass = call.before
             return output
         forward.is_open = False
-        if call.before is not None and call.before.is_open:
-            self._pass = call.before
         self.forward_seconds += time.perf_counter() - self._entered
         aliased = sum(t.requires_grad for t in tensors(output)) > 1
         if aliased:
@@ -227,6 +225,8 @@ class Capture:
         forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
         forward.writes_parameters = self._fingerprint() != self._parameters
         forward.writes_inputs = self._own.were_written
+        if call.before is not None and call.before.is_open:
+            self._pass, self._own = call.before, call.own
         loss = scalar_output(output)
         if loss is not None:
             forward.loss = loss.detach().double()
@@ -470,6 +470,7 @@ class _Call:
     """A call of the model that has not returned."""
 
     before: ForwardPass | None  # what calls of layers belonged to before
+    own: OwnCopies  # of the arguments of the call around it
     made: ForwardPass | None = None
     is_rerouted: bool = False  # whether it only calls the model again
 

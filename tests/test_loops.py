@@ -612,3 +612,8 @@ def test_outputs_that_ddp_copies(ranks: Ranks, tmp_path: Path, option: str) -> N
         close(run["loss"]["loss"].sel(step=step), batch.losses.mean())
         close(run["mean_gsnr"]["mean_gsnr"].sel(step=step), oracle.mean_gsnr(batch), 1e-4)
     assert run["alpha"].sizes["step"] == 2 and (run["hess_trace"]["total"] > 0).all()
+
+
+def test_the_readme_says_which_loops_work() -> None:
+    """Made by `python tests/loops.py`."""
+    assert loops.table() in (Path(__file__).parents[1] / "README.md").read_text()
