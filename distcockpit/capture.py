@@ -147,6 +147,7 @@ class Capture:
             # A call of the model that does nothing but call the model: Lightning takes training_step through it.
             for call in self._calls:
                 call.is_rerouted |= call.made is self._pass
+            self._pass.is_open = False
             self._forget(self._pass)
         # Any pass may have to be run again: a loop may change at any step.
         random_state, states = RandomState.take(self._device), ModuleStates.take(module)

@@ -241,20 +241,28 @@ class Rerouted(nn.Module):
                 self(x)
             return F.cross_entropy(self.last(z * self.scale), y)
         if y is None:
-            return self.last(torch.tanh(self.first(x)) * self.scale)
+            z = torch.tanh(self.first(x)) * self.scale
+            if self.kind == "checkpointed":
+                return checkpoint(self.last, torch.tanh(z), use_reentrant=True)
+            return self.last(z)
+        if self.kind == "checkpointed":
+            return F.cross_entropy(self(x), y)
         with torch.no_grad():
             pseudo = self(x)
         return F.cross_entropy(self(x) + pseudo, y)
 
 
-@pytest.mark.parametrize("kind", ["rerouted", "predicts inside"])
-def test_a_model_that_calls_itself(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rerouted", "predicts inside", "checkpointed"])
+def test_a_model_that_calls_itself(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     net, (x, y) = Rerouted(kind), data()
-    if kind == "rerouted":
+    if kind == "checkpointed":
+        losses = each(net.last(torch.tanh(torch.tanh(net.first(x)))), y)
+    elif kind == "rerouted":
         losses = each(net(x) + net(x).detach(), y)
     else:
         losses = each(net.last(net.first(x) * net.scale), y)
     check(tmp_path, net, None, lambda c: c(x, y).backward(), losses, steps=3)
+    assert kind != "checkpointed" or "slow" not in caplog.text
 
 
 def test_a_forward_that_fails_and_is_tried_again(tmp_path: Path) -> None:
