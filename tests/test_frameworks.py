@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +329,10 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         theirs.finish()
     assert "no more rows" not in caplog.text
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    history = history_of(path)
+    history, deadline = history_of(path), time.monotonic() + 120
+    while not history and time.monotonic() < deadline:  # close() waits for a sink no longer than `store_seconds`
+        time.sleep(0.5)
+        history = history_of(path)
     losses = {int(row["loss/step"]): float(row["loss/loss"]) for row in history if "loss/loss" in row}
     expected = dict(enumerate(tree["loss"]["loss"].values))
     assert losses == (pytest.approx(expected) if ours else pytest.approx({2: expected[2]}))
