@@ -222,9 +222,9 @@ class DistCockpit(Joinable):
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, store_seconds, fsync)
                 told, here = attributes(setup, coverage(bare, cover)), segment(world.size, hosts)
-                run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
-                for sink in sinks:
+                for sink in sinks:  # before there is a store, which would be in the way of the next try
                     sink.start()
+                run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
                 recorder = Recorder(run, pace, facts, sinks)
                 announce(chosen, groups, name, world.size)
         first = world.share(None if run is None else run.first_step)[0]

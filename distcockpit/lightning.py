@@ -109,7 +109,7 @@ class DistCockpitCallback(pl.Callback):
 def _called(pl_module: pl.LightningModule, name: str | None) -> nn.Module:
     """The module that is called with the batch."""
     if name is not None:
-        return pl_module.get_submodule(name)
+        return _submodule(pl_module, "model", name)
     everything = {id(p) for p in pl_module.parameters() if p.requires_grad}
     for child in pl_module.children():
         holds = {id(p) for p in child.parameters()}
@@ -121,6 +121,16 @@ def _called(pl_module: pl.LightningModule, name: str | None) -> nn.Module:
 def _loss(pl_module: pl.LightningModule, given: nn.Module | str | None) -> nn.Module | None:
     """The loss module."""
     if isinstance(given, str):
-        return pl_module.get_submodule(given)
+        return _submodule(pl_module, "loss_fn", given)
     found = [child for child in pl_module.children() if hasattr(child, "reduction")]
     return found[0] if given is None and len(found) == 1 else given
+
+
+def _submodule(pl_module: pl.LightningModule, argument: str, name: str) -> nn.Module:
+    known = dict(pl_module.named_modules())
+    if name not in known:
+        raise ValueError(
+            f"DistCockpitCallback({argument}={name!r}): {type(pl_module).__name__} has no such submodule; it has "
+            f"{[path for path, _ in pl_module.named_children()]}, and what is inside them."
+        )
+    return known[name]

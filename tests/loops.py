@@ -290,7 +290,6 @@ class SharpnessAware(Loop):
     row = "Optimizers"
 
     def step(self, job: Job, step: int, x: Tensor, y: Tensor) -> None:
-        super_step = job.optimizer.step
         job.optimizer.zero_grad()
         with job.cockpit.track(step, epoch=step // 2):
             self.forward_backward(job, x, y)
@@ -299,7 +298,7 @@ class SharpnessAware(Loop):
         job.optimizer.zero_grad()
         job.loss_fn(job.model(x), y).backward()
         self._move(job.net, up, -1)
-        super_step()
+        job.optimizer.step()
 
     @torch.no_grad()
     def _move(self, net: nn.Module, by: list[Tensor], sign: int) -> None:
