@@ -219,7 +219,7 @@ class Capture:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
             try:
-                output = map_tensors(_alias, output)
+                output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
             except Exception:  # a kind of output that cannot be made anew
                 aliased = False
         forward.output = output
@@ -485,13 +485,6 @@ class _Before:
     kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
     states: ModuleStates | None
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same, as another node of the graph. Loops scale a loss in place, after which a view's gradient is another."""
-    if not tensor.requires_grad:
-        return tensor
-    return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
 
 
 def _is_rerun(layer: Layer) -> bool:
