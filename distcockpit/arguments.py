@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distcockpit import __version__, hutchinson
+from distcockpit.agreed import Setup
 from distcockpit.coverage import Coverage
 from distcockpit.curvature import Diagonals
 from distcockpit.gradients.rules import is_unit
@@ -27,7 +28,6 @@ from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule
 from distcockpit.schema import NAME
-from distcockpit.session import Setup
 from distcockpit.sinks import Sink
 from distcockpit.wrapped import has_children, wrappers
 

@@ -39,8 +39,9 @@ from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import adder, collector, owned_memory
+from distcockpit.own_copies import OwnCopies
 from distcockpit.rng import RandomState
-from distcockpit.trees import map_tensors, memory_of, tensors
+from distcockpit.trees import map_tensors, tensors
 
 Observer = Callable[[Tensor, bool], Tensor | None]
 
@@ -431,39 +432,6 @@ def undisturbed() -> Generator[None, None, None]:
     finally:
         for capture in others:
             capture.pause(False)
-
-
-class OwnCopies:
-    """Copies of tensors that the user may write to: called with one of them, or a view of one, it gives the copy.
-
-    Args:
-        given: The tensors; parameters stay what they are.
-    """
-
-    def __init__(self, given: Sequence[Tensor] = ()) -> None:
-        self._given = [t for t in given if not isinstance(t, nn.Parameter)]
-        self._memory = {memory_of(t) for t in self._given}
-        self._made: dict[tuple[Any, ...], Tensor] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor as it is now, where its memory is that of a given one; else the tensor."""
-        memory = memory_of(tensor)
-        if memory not in self._memory or isinstance(tensor, nn.Parameter):
-            return tensor
-        view = () if memory == id(tensor) else (tensor.storage_offset(), tensor.shape, tensor.stride())
-        key = (memory, tensor.dtype, view, _version(tensor))
-        if key not in self._made:
-            self._made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return self._made[key]
-
-    @property
-    def were_written(self) -> bool:
-        """Whether the given tensors are not any more what they were when they were copied."""
-        return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == memory_of(t))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zarr.abc.store import Store
 
 from distcockpit import state
+from distcockpit.agreed import Setup
 from distcockpit.announcement import announce
 from distcockpit.arguments import (
     Optimizers,
@@ -48,7 +49,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
 from distcockpit.reduce import World, first_difference
 from distcockpit.schedules import Schedule, every
-from distcockpit.session import Session, Setup
+from distcockpit.session import Session
 from distcockpit.shadow import Shadow
 from distcockpit.sinks import Sink
 from distcockpit.step import TrackedStep

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distcockpit import kernels
 from distcockpit.active import Active
+from distcockpit.agreed import Setup
 from distcockpit.arrivals import Arrivals
 from distcockpit.captured import Captured
 from distcockpit.curvature import Curvature
@@ -25,7 +26,7 @@ from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
 from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch, Shard, Times, Update
-from distcockpit.session import Session, Setup
+from distcockpit.session import Session
 
 SUMS, SQUARES, AVERAGED = "sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
 

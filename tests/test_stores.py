@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +131,30 @@ def test_rows_are_cut_and_grow_again(where: Place, monkeypatch: pytest.MonkeyPat
     assert sorted(left) == list(range(-(-len(expected) // 4)))
 
 
+@contextmanager
+def giving_signs_of_life(run: RunStore) -> Generator[None, None, None]:
+    """As a run's writer does: whenever one is due, until the end."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            run.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_one_writer(where: Place) -> None:
     run = RunStore(keys(where), "w-", GROUPS, NOTHING, lock_seconds=1.5)
-    for mode in ("w", "a"):
-        alive = threading.Timer(0.5, run.renew)  # "a" waits for a sign of life, and sees one
-        alive.start()
-        with pytest.raises(FileExistsError, match="is being written by process"):
-            RunStore(keys(where), mode, GROUPS, NOTHING, lock_seconds=1000)
-        alive.join()
+    with giving_signs_of_life(run):  # "a" waits for one, and sees it
+        for mode in ("w", "a"):
+            with pytest.raises(FileExistsError, match="is being written by process"):
+                RunStore(keys(where), mode, GROUPS, NOTHING, lock_seconds=200)
     run.append("a", 0, {"x": 1.0, "v": np.ones(3)}, AT)
     run.commit()
     began = time.monotonic()
@@ -159,6 +177,8 @@ def test_the_lock_of_a_dead_process_holds_nobody(tmp_path: Path) -> None:
 import os
 from distcockpit.keys import FolderKeys
 from distcockpit.store import RunStore
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 RunStore(FolderKeys(Path({str(tmp_path / "run")!r})), "w-", {{}}, {{"parameters": {{}}, "config": {{}}}})
 os._exit(0)
