@@ -42,7 +42,7 @@ class Field:
     @property
     def fill(self) -> float | int:
         """What stands where nothing was written: NaN for floats, 0 for counts."""
-        return float("nan") if np.dtype(self.dtype).kind == "f" else 0
+        return np.nan if np.dtype(self.dtype).kind == "f" else 0
 
     def attributes(self) -> dict[str, Any]:
         """Attributes of the array, CF names."""

@@ -28,6 +28,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -276,21 +277,8 @@ class RunStore:
         if name not in COORDINATES and name != "step":
             attributes["coordinates"] = " ".join(coordinates_of(group_name))
         fill = -1 if name == "step" else field.fill
-        documents = _made_by_zarr(
-            lambda root: root.create_array(
-                name,
-                shape=(0, *inner),
-                chunks=(rows, *(max(1, size) for size in inner)),
-                dtype=field.dtype,
-                fill_value=fill,
-                dimension_names=("step", *field.dims),
-                compressors=BloscCodec(
-                    cname=COMPRESSOR, clevel=LEVEL, shuffle="shuffle", typesize=np.dtype(field.dtype).itemsize
-                ),
-                attributes=attributes,
-            )
-        )
-        column = Column(f"{group_name}/{name}", json.loads(documents[f"{name}/zarr.json"]), fill)
+        document = json.loads(_array_document((rows, *inner), ("step", *field.dims), np.dtype(field.dtype).name, fill))
+        column = Column(f"{group_name}/{name}", {**document, "attributes": attributes}, fill)
         self._columns[group_name][name] = column
         return column
 
@@ -430,7 +418,7 @@ class RunStore:
 
     def _put(self, documents: Mapping[str, Any]) -> None:
         """Write those documents that are not there already."""
-        data = {key: json.dumps(document, indent=1).encode() for key, document in documents.items()}
+        data = {key: json.dumps(document).encode() for key, document in documents.items()}
         new = {key: each for key, each in data.items() if self._written.get(key) != each}
         self._keys.put(new)
         self._written |= new
@@ -440,6 +428,24 @@ def _chunk_rows(inner: tuple[int, ...], itemsize: int) -> int:
     """The power of two of rows that comes closest to the chunk size from below, at least one."""
     rows = max(1, CHUNK_BYTES // max(1, itemsize * int(np.prod(inner, dtype=np.int64))))
     return min(MAX_CHUNK_ROWS, 1 << (rows.bit_length() - 1))
+
+
+@lru_cache(maxsize=256)
+def _array_document(chunk: tuple[int, ...], dims: tuple[str, ...], dtype: str, fill: float) -> bytes:
+    """That of an array without rows; zarr takes a millisecond for each kind, of which a run has few."""
+    blosc = BloscCodec(cname=COMPRESSOR, clevel=LEVEL, shuffle="shuffle", typesize=np.dtype(dtype).itemsize)
+    documents = _made_by_zarr(
+        lambda root: root.create_array(
+            "array",
+            shape=(0, *chunk[1:]),
+            chunks=tuple(max(1, size) for size in chunk),
+            dtype=dtype,
+            fill_value=fill,
+            dimension_names=dims,
+            compressors=blosc,
+        )
+    )
+    return documents["array/zarr.json"]
 
 
 def _made_by_zarr(create: Callable[[zarr.Group], object]) -> dict[str, bytes]:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import dask
 import pytest
 import torch
 from ranks import Ranks
 from stores import S3, s3_server
 
 torch.set_num_threads(1)
+dask.config.set(scheduler="synchronous")  # threads take longer than what they read in tests
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SIZE = 4
+IMPORTED = ["torch._dynamo", "torch.nn.parallel", "scipy.sparse.linalg", "numba", "xarray", "distcockpit.cockpit"]
 TIMEOUT = 120.0
 
 
@@ -22,7 +23,6 @@ class RankError(AssertionError):
 
 
 def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     import warnings
 
     import torch
@@ -55,7 +55,9 @@ class Ranks:
 
     def _start(self) -> None:
         rendezvous = os.path.join(tempfile.mkdtemp(), "rendezvous")
-        context = mp.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = mp.get_context("forkserver")  # one process imports, and the ranks are copies of it
+        context.set_forkserver_preload(IMPORTED)
         for rank in range(SIZE):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, rendezvous, there), daemon=True)

@@ -48,7 +48,7 @@ def check_rows(tree: xr.DataTree, said: str, preset: str) -> None:
 
 def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
-    said = run("torchrun", "--nproc_per_node=4", "examples/digits.py", "--store", store, *SHORT)
+    said = run("launch/local.sh", "examples/digits.py", "--store", store, *SHORT)
     assert "on 4 ranks" in said and "alpha (3)" in said and store in said
     tree = open_run(store)
     assert tree.attrs["world_size"] == 4 and tree.attrs["state"] == "closed"
@@ -91,10 +91,10 @@ def test_digits_as_a_world_of_one(tmp_path: Path) -> None:
 def test_custom_quantity(tmp_path: Path) -> None:
     """Rank 1 has wrong labels, and so the hardest samples; the row is the maximum over all ranks."""
     store = str(tmp_path / "custom.zarr")
-    said = run("torchrun", "--nproc_per_node=4", "examples/custom_quantity.py", "--store", store)
+    said = run("torchrun", "--nproc_per_node=2", "examples/custom_quantity.py", "--store", store)
     tree = open_run(store)
     rows = tree["hardest_sample"]
-    assert tree.attrs["world_size"] == 4 and rows.sizes["step"] == 20
+    assert tree.attrs["world_size"] == 2 and rows.sizes["step"] == 20
     assert rows.attrs["description"].startswith("Largest individual loss") and rows.attrs["quantity"] == "HardestSample"
     assert (rows["loss"] > tree["rank_disagreement"]["loss"].max("rank")).all()
     assert (rows["rank"] == 1).sum() >= 15
@@ -102,22 +102,16 @@ def test_custom_quantity(tmp_path: Path) -> None:
     assert "of 20" in run(sys.executable, "examples/custom_quantity.py", "--store", str(tmp_path / "alone.zarr"))
 
 
-def test_gpt2_on_four_ranks(tmp_path: Path) -> None:
+def test_gpt2(tmp_path: Path) -> None:
     store = str(tmp_path / "gpt2.zarr")
-    said = run("torchrun", "--nproc_per_node=4", "examples/gpt2.py", "--store", store, "--steps", "22")
-    assert "transformer.wpe.weight" in said and "slow exact fallback" in said and "on 4 ranks" in said
+    said = run("torchrun", "--nproc_per_node=2", "examples/gpt2.py", "--store", store, "--steps", "22")
+    assert "transformer.wpe.weight" in said and "slow exact fallback" in said and "on 2 ranks" in said
     tree = open_run(store)
     assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
     assert list(tree["loss"]["step"].values) == [0, 10, 20] and (np.diff(tree["loss"]["loss"]) < 0).all()
     assert tree.attrs["coverage"]["transformer.wpe.weight"]["route"] == "slow exact fallback"
     cockpit("plot", store, "-o", str(tmp_path / "gpt2.png"))
     assert (tmp_path / "gpt2.png").stat().st_size > 20_000
-
-
-def test_digits_layer_by_layer(tmp_path: Path) -> None:
-    store = str(tmp_path / "digits.zarr")
-    said = run(sys.executable, "examples/digits.py", "--store", store, "--quantities", "layers", *SHORT)
-    check_rows(open_run(store), said, "layers")
 
 
 def test_three_bugs_are_found(tmp_path: Path) -> None:
@@ -136,18 +130,15 @@ def test_three_bugs_are_found(tmp_path: Path) -> None:
         assert f"](bug_{bug}.png)" in page and (ROOT / f"docs/bug_{bug}.png").exists()
 
 
-def test_launch_local(tmp_path: Path) -> None:
-    said = run("launch/local.sh", "examples/digits.py", "--store", str(tmp_path / "run"), *SHORT, RANKS="2")
-    assert "on 2 ranks" in said
-
-
-def test_launch_two_nodes(tmp_path: Path) -> None:
+def test_digits_layer_by_layer_on_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     store = str(tmp_path / "run")
-    said = run("launch/two_nodes.sh", "examples/digits.py", "--store", store, *SHORT, RANKS="1", PORT=port)
+    layers = ("--quantities", "layers", *SHORT)
+    said = run("launch/two_nodes.sh", "examples/digits.py", "--store", store, *layers, RANKS="1", PORT=port)
     assert said.count("on 2 ranks") == 1
+    check_rows(open_run(store), said, "layers")
     assert open_run(store).attrs["world_size"] == 2
 
 
