@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from distcockpit.captured import (
 )
 from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer, Use
+from distcockpit.losscheck import at_outputs, check_samples, is_whole
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import adder, collector, owned_memory
@@ -102,8 +104,11 @@ class Capture:
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
+        self._reached: defaultdict[int, list[Use | LossCall]] = defaultdict(list)  # by each run of autograd
         self._parameters = ""
         self.forward_seconds = 0.0
+        self.skips = False  # whether passes had no backward and are left out
+        self.tells_whole_loss = True  # whether what reached the outputs is the gradient of the losses, where looked at
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -137,8 +142,15 @@ class Capture:
         """Look away, or look again."""
         self._paused = self.arrivals.paused = paused
 
+    @property
+    def _looks_away(self) -> bool:
+        """Whether this is not the step's own: a run of ours, or another thread that evaluates the model meanwhile."""
+        if self._paused or threading.get_ident() == self._thread:
+            return self._paused
+        return not torch.is_grad_enabled() or self._pass is not None and self._pass.is_open
+
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._paused:
+        if self._looks_away:
             return
         self._calls.append(_Call(self._pass, self._own))
         if not torch.is_grad_enabled():
@@ -198,7 +210,7 @@ class Capture:
             micro.passes[:] = [each for each in micro.passes if each is not forward]
 
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._paused or not self._calls:
+        if self._looks_away or not self._calls:
             return output
         call = self._calls.pop()
         if output is None and sys.exc_info()[0] is not None:  # the forward raised; a loop may catch that, and try again
@@ -220,7 +232,7 @@ class Capture:
             # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
             # arrive from outside.
             try:
-                output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
+                output = map_tensors(_alias, output)
             except Exception:  # a kind of output that cannot be made anew
                 aliased = False
         forward.output = output
@@ -242,7 +254,7 @@ class Capture:
     def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """DDP may hand on copies of what the model returned, which the loss is then computed from."""
         forward = self._pass
-        if not self._paused and forward is not None and not forward.is_open and torch.is_grad_enabled():
+        if not self._looks_away and forward is not None and not forward.is_open and torch.is_grad_enabled():
             if shapes_of(output) == shapes_of(forward.output):
                 forward.output = output
 
@@ -254,7 +266,7 @@ class Capture:
 
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
-        if torch.is_grad_enabled() and not self._paused:
+        if torch.is_grad_enabled() and not self._looks_away:
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             kept = map_tensors(self._own, (args, kwargs))
             state = RandomState.take(self._device)
@@ -262,7 +274,7 @@ class Capture:
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not torch.is_grad_enabled() or self._pass is None or self._paused:
+            if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
                 return
             if module is self._model and not self._pass.is_open:
                 return  # a call that was rerouted
@@ -300,7 +312,7 @@ class Capture:
                 if leaf.requires_grad:
                     source, view = owned_memory(leaf, tensors((args, kwargs)))
                     add = adder(use.output_gradients, position, axes[position] or 0)
-                    self._on_gradient(source, collector(add, view))
+                    self._on_gradient(source, collector(add, view), use)
 
         return hook
 
@@ -325,7 +337,7 @@ class Capture:
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if not torch.is_grad_enabled() or self._paused:
+        if not torch.is_grad_enabled() or self._looks_away:
             return
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -340,11 +352,18 @@ class Capture:
         parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
         if any(call.recorded for call in micro.losses):
             raise RuntimeError(TOLD_TWICE.format(f"{type(module).__name__} was called after record_losses"))
+        gradients: dict[int, Tensor] = {}
+        if self._thorough and not micro.is_one_batch:
+            with undisturbed():
+                if parts.individual is not None:
+                    check_samples(module, args, kwargs, forward, self._axes.batch_dim)
+                gradients = at_outputs(output, forward)
         # Targets may be overwritten as soon as the loss is there.
         args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
-        call = LossCall(args, kwargs, parts, output.detach(), of=forward if len(owners) == 1 else None)
+        of = forward if len(owners) == 1 else None
+        call = LossCall(args, kwargs, parts, output.detach().clone(), of=of, at_outputs=gradients)
         micro.losses.append(call)
-        self._on_gradient(output, lambda g: _accumulate(call, g))
+        self._on_gradient(output, lambda g: _accumulate(call, g), call)
 
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
         """Losses of the latest forward pass, as the user says; see ``DistCockpit.record_losses``.
@@ -362,6 +381,11 @@ class Capture:
                 f"record_losses(losses): losses has shape {tuple(losses.shape)}, but must hold one loss for each of "
                 f"the {expected} samples, shape ({expected},), or be the loss of all of them, without axes."
             )
+        if losses.requires_grad and micro.passes[-1].went_backward:
+            raise RuntimeError(
+                "record_losses was called after the backward pass, so that factors on the loss cannot be measured. "
+                "Call it before backward(), or with losses.detach() if there is no factor."
+            )
         if losses.dim() and losses.requires_grad and divisor is not None:
             raise ValueError(
                 f"record_losses(divisor={divisor!r}): what individual losses are divided by is measured where they are "
@@ -373,10 +397,10 @@ class Capture:
         divisor = weight if divisor is None else float(divisor)
         total = losses.detach().double() * divisor if individual is None else individual.sum()
         parts = Decomposition(total, individual, divisor, is_sum=False)
-        call = LossCall((), {}, parts, losses.detach(), weight=weight)
+        call = LossCall((), {}, parts, losses.detach().clone(), weight=weight)
         micro.losses.append(call)
         if losses.requires_grad:
-            self._on_gradient(losses, lambda g: _accumulate(call, g))
+            self._on_gradient(losses, lambda g: _accumulate(call, g), call)
 
     def _current_micro(self, event: str) -> Micro:
         if not self.micros:
@@ -386,10 +410,12 @@ class Capture:
             )
         return self.micros[-1]
 
-    def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
+    def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         def hook(gradient: Tensor | None) -> None:
-            if self._open and gradient is not None:  # one of several outputs may have none
+            if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
                 receive(gradient.detach())
+                if of is not None:
+                    self._reached[torch._C._current_graph_task_id()].append(of)
 
         self._handles.append(tensor.register_hook(hook))
 
@@ -397,8 +423,11 @@ class Capture:
         """The calls of layers that gradients reached, in the order of the forward passes."""
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
-    def finish(self) -> list[Captured]:
+    def finish(self, *, skips: bool = False) -> list[Captured]:
         """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does.
+
+        Args:
+            skips: Whether passes without a backward are left out.
 
         Raises:
             RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
@@ -410,11 +439,31 @@ class Capture:
                 "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
                 "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
             )
+        self._check_runs()
+        self.tells_whole_loss = not self._thorough or is_whole(self.micros)
         self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
         with torch.no_grad():
             for use, position, values in self._to_show:
                 self._show(use, position, values)
-        return interpret(self.micros, self._loss, self._batch_size)
+        self.skips = skips and not all(f.went_backward or not f.batch_size for m in self.micros for f in m.passes)
+        return interpret(self.micros, self._loss, self._batch_size, thorough=self._thorough, skips=skips)
+
+    def _check_runs(self) -> None:
+        """Whether runs of autograd through the same losses went through the same layers.
+
+        Raises:
+            RuntimeError: If not.
+        """
+        seen: dict[frozenset[int], frozenset[int]] = {}
+        for run in self._reached.values():
+            losses = frozenset(id(each) for each in run if isinstance(each, LossCall))
+            layers = frozenset(id(each) for each in run if isinstance(each, Use))
+            if losses and seen.setdefault(losses, layers) != layers:
+                raise RuntimeError(
+                    "The loss was differentiated twice inside `track`, and once with respect to a part of the model "
+                    "only (torch.autograd.grad, or backward(inputs=...)): how often a sample counts then differs "
+                    "between layers. Do that at a forward pass of its own, outside of `track`."
+                )
 
 
 _running: list[Capture] = []
@@ -453,6 +502,13 @@ class _Before:
     kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
     states: ModuleStates | None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same for autograd, as a tensor of its own; a loss may be scaled in place, by which views lose their hooks."""
+    if not tensor.requires_grad:
+        return tensor
+    return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
 
 
 def _is_rerun(layer: Layer) -> bool:

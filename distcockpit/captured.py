@@ -103,6 +103,7 @@ class LossCall:
     weight: float | None = None  # the user's word, if the loss was recorded
     of: ForwardPass | None = None  # the pass whose output the loss module was given
     factor: Tensor | None = None  # gradient that reached the loss: a number, or one per recorded loss
+    at_outputs: dict[int, Tensor] = field(default_factory=dict)  # its gradient at the outputs of the pass, if looked at
 
     @property
     def recorded(self) -> bool:
@@ -205,24 +206,30 @@ class Loss:
     factor: float = 1.0
 
 
-def interpret(micros: Sequence[Micro], loss: Loss, batch_size: int | None) -> list[Captured]:
+def interpret(
+    micros: Sequence[Micro], loss: Loss, batch_size: int | None, *, thorough: bool = True, skips: bool = False
+) -> list[Captured]:
     """The micro-batches of a step.
 
     Args:
         micros: As the hooks saw them.
         loss: What is known of the loss.
         batch_size: The user's word on the batch size, which describes one batch only.
+        thorough: Whether to look at factors, which waits for the device.
+        skips: Whether passes without a backward are left out, as where a loop skips a loss that is not finite.
 
     Raises:
         RuntimeError: If the model was not called, or a forward pass had no backward, or the loss cannot be
             understood; the text says what to do.
     """
-    if not micros:
+    if not micros and not skips:
         raise RuntimeError(
             "The tracked step ended without a forward pass of the model (gradients enabled). Call the model inside "
             "`with cockpit.track(step):`, as `cockpit(x)` or as the module given to DistCockpit."
         )
-    split = [part for m in micros for part in _paired(m)]
+    split = [part for m in micros for part in paired(m)]
+    if skips:
+        split = [micro for micro in split if any(f.went_backward or not f.batch_size for f in micro.passes)]
     for micro in split:
         for forward in micro.passes:
             if forward.batch_size and not forward.went_backward:
@@ -236,10 +243,35 @@ def interpret(micros: Sequence[Micro], loss: Loss, batch_size: int | None) -> li
                 f"track({option}={value!r}) describes one batch, but this step ran {len(split)} micro-batches. "
                 "Leave it out and give the loss as a module (loss_fn=...) or by cockpit.record_losses(losses)."
             )
-    return [_captured(micro, loss, len(split)) for micro in split]
+    captured = [_captured(micro, loss, len(split), thorough) for micro in split]
+    if thorough:
+        _check_factors(captured)
+    return captured
 
 
-def _paired(micro: Micro) -> list[Micro]:
+def _check_factors(captured: Sequence[Captured]) -> None:
+    """Whether all samples have one factor, so that the gradient is that of a mean over them.
+
+    Micro-batches that are averaged have the same factor on their means, or, where each is divided by the terms of all,
+    on their sums.
+
+    Raises:
+        RuntimeError: If not.
+    """
+    scales = [(c.scale.weight, c.scale.divisor, float(c.scale.unscale)) for c in captured if c.weight]
+    scales = [(weight, divisor, unscale) for weight, divisor, unscale in scales if math.isfinite(unscale)]
+    for ratios in ([unscale / weight for weight, _, unscale in scales], [unscale for _, _, unscale in scales]):
+        if all(math.isclose(ratio, ratios[0], rel_tol=1e-2) for ratio in ratios):
+            return
+    factors = [divisor / unscale for _, divisor, unscale in scales]
+    raise RuntimeError(
+        "The losses of the micro-batches (or forward passes) of this step were multiplied by "
+        f"{factors}: its gradient is not that of one mean over their samples. Where that is meant, "
+        "pass loss_fn=None and call cockpit.record_losses(weight * losses): individual losses then hold the weights."
+    )
+
+
+def paired(micro: Micro) -> list[Micro]:
     """Passes that share no loss, apart: without a loss module, or where each call of it was given the output of one."""
     if not micro.losses:
         return [Micro([forward]) for forward in micro.passes]
@@ -249,14 +281,16 @@ def _paired(micro: Micro) -> list[Micro]:
     return [Micro([forward], [call for call in micro.losses if call.of is forward]) for forward in micro.passes]
 
 
-def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
+def _captured(micro: Micro, loss: Loss, n_micros: int, thorough: bool) -> Captured:
     sizes = {forward.batch_size for forward in micro.passes}
-    several = len(micro.passes) > 1 and len(micro.losses) > 1 and not micro.is_one_batch
-    if len(sizes) > 1 or several and sizes != {0}:
+    several = len(micro.passes) > 1 and not micro.is_one_batch and sizes != {0}
+    # One loss of several passes makes pairs of their samples, if it has one term for each.
+    unpaired = several and (len(micro.losses) > 1 or any(c.decomposition.individual is None for c in micro.losses))
+    if len(sizes) > 1 or unpaired:
         raise RuntimeError(
             f"{len(micro.passes)} forward passes (batch sizes {sorted(sizes)}) were followed by {len(micro.losses)} "
             "calls of the loss, so samples cannot be paired. Call the loss of a micro-batch before the next forward "
-            "pass."
+            "pass, or cockpit.record_losses(losses) with one loss per pair of samples."
         )
     (batch_size,) = sizes
     observed = [seen for forward in micro.passes for seen in _observed(forward)]
@@ -265,10 +299,10 @@ def _captured(micro: Micro, loss: Loss, n_micros: int) -> Captured:
     if not micro.losses:
         scale = _scale_without_loss(micro.passes[0], loss, n_micros)
     elif micro.losses[-1].recorded:
-        scale = _scale_from_recorded(micro, loss, n_micros)
+        scale = _scale_from_recorded(micro, loss, n_micros, thorough)
     else:
         micro.losses = [call for call in micro.losses if call.factor is not None]
-        scale = _scale_from_module(micro.losses, loss, batch_size)
+        scale = _scale_from_module(micro.losses, loss, batch_size, micro.passes)
     uses = [use for forward in micro.passes for use in received(forward)]
     return Captured(batch_size, scale, uses, micro.passes, micro.losses, observed)
 
@@ -293,7 +327,17 @@ def received(forward: ForwardPass) -> list[Use]:
     return [use for use in forward.uses if use.output_gradients and (use.layer.parameters or use.is_separable)]
 
 
-def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -> Scale:
+def _are_pieces(calls: Sequence[LossCall], passes: Sequence[ForwardPass]) -> bool:
+    """Whether each call was given a part of its own of what the passes returned."""
+    given = [next(t for t in tensors((call.args, call.kwargs)) if t.requires_grad) for call in calls]
+    places = {(memory_of(t), t.storage_offset()) for t in given}
+    whole = sum(t.numel() for forward in passes for t in tensors(forward.output) if memory_of(t) == memory_of(given[0]))
+    return len(places) == len(calls) > 1 and sum(t.numel() for t in given) <= whole
+
+
+def _scale_from_module(
+    calls: Sequence[LossCall], loss: Loss, batch_size: int, passes: Sequence[ForwardPass] = ()
+) -> Scale:
     name = type(loss.module).__name__
     factors = [call.factor for call in calls if call.factor is not None]
     if not factors:
@@ -316,16 +360,17 @@ def _scale_from_module(calls: Sequence[LossCall], loss: Loss, batch_size: int) -
             f"track(weight={loss.weight!r}) was given with loss_fn={name} of reduction 'mean', whose own weight is "
             f"{divisor:g}. Leave weight out."
         )
-    weight = divisor
+    pieces = _are_pieces(calls, passes)
+    weight = sum(part.divisor for part in parts) if pieces else divisor
     if parts[0].is_sum:
         weight = float(batch_size) if loss.weight is None else loss.weight
-    known = [part.individual for part in parts if part.individual is not None]
+    known = [] if pieces else [part.individual for part in parts if part.individual is not None]
     individual = sum(known[1:], known[0]) if len(known) == len(parts) else None
     total = sum((part.total for part in parts[1:]), parts[0].total)
     return Scale(weight, divisor, divisor / factors[0], individual, total)
 
 
-def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
+def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int, thorough: bool) -> Scale:
     call = micro.losses[-1]
     parts, weight = call.decomposition, call.weight
     individual = parts.individual
@@ -338,6 +383,11 @@ def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int) -> Scale:
     batch_size = len(individual)
     # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
     gradient = call.factor.double()
+    if thorough and bool((gradient < 0).any()):
+        raise RuntimeError(
+            "The losses given to record_losses were multiplied by numbers of which some are negative, so that they "
+            "have no mean. Multiply first, as in losses = advantages * losses, and give record_losses the product."
+        )
     unscale = batch_size / gradient.sum()
     individual = individual * gradient * unscale
     return Scale(weight, float(batch_size), unscale, individual, individual.sum())
@@ -358,6 +408,11 @@ def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scal
         raise RuntimeError(
             f"The tracked step has no individual losses: {rule}. Call the loss module given to DistCockpit, or "
             "cockpit.record_losses(losses) with one loss per sample, inside `track`."
+        )
+    if forward.loss is not None and forward.loss_position in forward.output_gradients and not forward.is_prediction:
+        raise RuntimeError(
+            "The model returned its loss, and both that and other outputs of it were differentiated, so that the "
+            "factor on the loss is unknown. Call cockpit.record_losses(losses) with the whole loss of each sample."
         )
     if n_micros > 1:
         raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -223,9 +223,12 @@ class DistCockpit(Joinable):
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, store_seconds, fsync)
                 told, here = attributes(setup, coverage(bare, cover)), segment(world.size, hosts)
-                for sink in sinks:  # before there is a store, which would be in the way of the next try
-                    sink.start()
-                run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
+                with ExitStack() as started:
+                    for sink in sinks:  # before there is a store, which would be in the way of the next try
+                        sink.start()
+                        started.callback(sink.close)
+                    run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
+                    started.pop_all()
                 recorder = Recorder(run, pace, facts, sinks)
                 announce(chosen, groups, name, world.size)
         first = world.share(None if run is None else run.first_step)[0]

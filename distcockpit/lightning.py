@@ -61,7 +61,8 @@ class DistCockpitCallback(pl.Callback):
             store=self._store,
             **options,
         )
-        self.cockpit.load_state_dict(self._saved)
+        if trainer.global_step:  # else what is saved is of a training before
+            self.cockpit.load_state_dict(self._saved)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

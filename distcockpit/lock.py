@@ -63,10 +63,13 @@ class Lock:
         while found is not None and not self._is_stale(*found):
             if not patient or found != first:
                 who, when = found
+                is_own = (who.host, who.process) == (self.writer.host, self.writer.process)
+                own = "It is an earlier cockpit of this very process: close it (cockpit.close()). " if is_own else ""
                 raise FileExistsError(
                     f"store={self._keys.name!r} is being written by process {who.process} on {who.host}, which gave "
                     f"a sign of life {max(0.0, time.time() - when):.0f} s ago. Wait for its end, or choose another "
-                    f"path. If it is gone, its lock ends {self._stale_seconds:g} s after the last sign (lock_seconds=)."
+                    f"path. {own}If it is gone, its lock ends {self._stale_seconds:g} s after the last sign "
+                    "(lock_seconds=)."
                 )
             time.sleep(min(1.0, self._stale_seconds / 20))
             found = self._held()

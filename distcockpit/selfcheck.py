@@ -241,7 +241,8 @@ def examine(
         tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
         if error > tolerance * size + CANCELLATION * everything + noise:
             why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
-            unserved[name] = f"{why}{error:.3g}, so it is used elsewhere too", list(scopes[name])
+            why += f"{error:.3g}, so it is used elsewhere too, or something else is differentiated inside `track` (a "
+            unserved[name] = f"{why}penalty on parameters or gradients, torch.autograd.grad)", list(scopes[name])
         elif size > 0 and error <= tolerance * size + CANCELLATION * everything:
             explained.append(name)
         elif size > 0:

@@ -158,7 +158,7 @@ class Session:
                     agreed[name] = size if agreed.get(name, size) == size else 0
 
     def check_trainable(self, step: int) -> None:
-        """Whether the same parameters are trainable as at construction, and in as many parameter groups.
+        """Whether modules and trainable parameters are those of the construction, in as many parameter groups.
 
         Raises:
             RuntimeError: If not.
@@ -169,6 +169,12 @@ class Session:
         ):  # other objects, from load_state_dict(assign=True)
             self.setup.forget_parameters()
             self.check.tracked = dict(self.setup.tracked)
+        modules = dict(self.setup.bare.named_modules())
+        if moved := [layer.path for layer in self.cover.layers if modules.get(layer.path) is not layer.module]:
+            raise RuntimeError(
+                f"track(step={step}): module '{moved[0]}' was exchanged for another one after DistCockpit was "
+                "constructed. Construct a new one, with a new store, when they change."
+            )
         trainable = {name for name, p in every.items() if p.requires_grad}
         changed = trainable ^ self.setup.trainable
         if changed:
@@ -257,6 +263,16 @@ class Session:
         self.begin_segment(step)
         self.userlog.add(step, epoch, reduce, scalars, time.time())
         self.hand_on_logs()
+
+    def may_try_again(self, previous: int, start: Start | None) -> None:
+        """The step was left by an error of the loop's, which may catch it: the same step may come again.
+
+        Args:
+            previous: The step before.
+            start: Of the update that ended where this step began.
+        """
+        self.last_step = previous
+        self.start = None if start is None else replace(start, displaced=(), _displacement={})
 
     def end(self) -> None:
         """The step ends."""

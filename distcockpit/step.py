@@ -25,6 +25,13 @@ from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine,
 from distcockpit.sending import send
 from distcockpit.session import Session
 from distcockpit.shadow import Told, share_present
+from distcockpit.update import Start
+
+BESIDE = (
+    "the gradient at the model's outputs is not that of {} alone: something else is differentiated, such as a penalty. "
+    "It counts in gradients as a part of each sample's loss, but not in Loss, in the values of Alpha, or in curvature. "
+    "To have all in all, pass loss_fn=None and call cockpit.record_losses(losses) with the whole loss of each sample."
+)
 
 
 class TrackedStep:
@@ -46,6 +53,7 @@ class TrackedStep:
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
         self._must_tell = False
+        self._start: Start | None = None
         self._eager = ExitStack()
 
     def __enter__(self) -> Self:
@@ -53,6 +61,7 @@ class TrackedStep:
             self._maybe_session = None
         if self._maybe_session is not None:
             self._session, self._setup = self._maybe_session, self._maybe_session.setup
+            self._previous = self._session.last_step
             self._session.begin(self, self._step)
             try:
                 with undisturbed():
@@ -83,6 +92,7 @@ class TrackedStep:
                 self._exchange(0, 0.0)
             if error is not None:
                 self._setup.world.note(error)
+                self._session.may_try_again(self._previous, self._start)
         finally:
             self._leave()
 
@@ -101,7 +111,7 @@ class TrackedStep:
     def _begin(self) -> None:
         session, setup = self._session, self._setup
         self._active = session.actives.touched(self._step)
-        start = session.finish_update(self._step)
+        self._start = start = session.finish_update(self._step)
         self._must_tell = session.must_tell(self._step)
         if not self._active:
             return
@@ -186,7 +196,15 @@ class TrackedStep:
 
     def _captured(self, capture: Capture) -> list[Captured]:
         setup = self._setup
-        captured = capture.finish()
+        captured = capture.finish(skips=self._session.check.last_checked >= 0)
+        if capture.skips:
+            self._session.say_once(
+                "skipped",
+                f"step {self._step}: a forward pass had no backward before `track` ended, and its samples are left "
+                "out, as a loop means it that skips losses which are not finite.",
+            )
+        if not capture.tells_whole_loss:
+            self._session.say_once("beside", BESIDE.format(type(self._setup.loss_fn).__name__))
         for name, version in self._versions.items():
             if setup.tracked[name]._version != version:
                 raise RuntimeError(

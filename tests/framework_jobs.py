@@ -69,5 +69,5 @@ if __name__ == "__main__":
     sys.argv[1:] = ["--store", store, "--steps", str(STEPS), "--every", "1", "--accumulate", str(MICROS)]
     {"lightning": run_lightning, "transformers": run_transformers}[framework]()
     for k, (losses, gradients, terms, values) in enumerate(FOUND[: STEPS * MICROS]):
-        path = f"{folder}/{os.environ['RANK']}-{k}.npz"
+        path = f"{folder}/{os.environ.get('RANK', '0')}-{k}.npz"
         np.savez(path, losses=losses, gradients=gradients, terms=terms, values=values)

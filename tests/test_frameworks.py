@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from distcockpit.sinks import Histogram, Sink, TensorBoard, WandB
 QUIET = {"PYTHONWARNINGS": "ignore"}  # theirs
 
 
-def pooled(folder: Path, step: int) -> oracle.Batch:
-    """The union of the micro-batches of both ranks; the mean of the loss is one over terms."""
-    parts = [np.load(folder / f"{rank}-{step * MICROS + k}.npz") for rank in (0, 1) for k in range(MICROS)]
+def pooled(folder: Path, step: int, world_size: int) -> oracle.Batch:
+    """The union of the micro-batches of all ranks; the mean of the loss is one over terms."""
+    parts = [np.load(folder / f"{rank}-{step * MICROS + k}.npz") for rank in range(world_size) for k in range(MICROS)]
     losses, gradients = (np.concatenate([part[key] for part in parts]) for key in ("losses", "gradients"))
     per_sample = len(losses) / sum(float(part["terms"]) for part in parts)
     return oracle.Batch(losses * per_sample, {"": gradients * per_sample}, {}, {"": parts[0]["values"]})
@@ -34,17 +35,21 @@ def pooled(folder: Path, step: int) -> oracle.Batch:
 
 @shows("Frameworks", "Lightning (`distcockpit.lightning`), with accumulation")
 @shows("Frameworks", "Hugging Face `Trainer` (`distcockpit.transformers`), with accumulation and padded tokens")
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_framework(tmp_path: Path, framework: str) -> None:
-    """The example on two ranks, two micro-batches per step, against autograd's individual gradients."""
+@pytest.mark.parametrize("framework, world_size", [("lightning", 2), ("transformers", 2), ("transformers", 1)])
+def test_framework(tmp_path: Path, framework: str, world_size: int) -> None:
+    """The example on two ranks, two micro-batches per step, against autograd's individual gradients.
+
+    Without ranks the Trainer scales the loss in place.
+    """
     store = str(tmp_path / "run")
-    command = ["torchrun", "--nproc_per_node=2", "tests/framework_jobs.py", framework, store, str(tmp_path)]
+    launcher = ["torchrun", "--nproc_per_node=2"] if world_size > 1 else [sys.executable]
+    command = [*launcher, "tests/framework_jobs.py", framework, store, str(tmp_path)]
     said = run(*command, allowed="Warning", **QUIET)
-    assert f"{store}: {STEPS - 1} values of alpha on 2 ranks" in said
+    assert f"{store}: {STEPS - 1} values of alpha on {world_size} ranks" in said
     tree = open_run(store)
-    assert tree.attrs["world_size"] == 2 and tree.attrs["state"] == "closed"
-    batches = [pooled(tmp_path, step) for step in range(STEPS)]
-    assert len({batch.n for batch in batches}) == 1 and batches[0].n > 20
+    assert tree.attrs["world_size"] == world_size and tree.attrs["state"] == "closed"
+    batches = [pooled(tmp_path, step, world_size) for step in range(STEPS)]
+    assert len({batch.n for batch in batches}) == 1 and batches[0].n > 10 * world_size
     for step, batch in enumerate(batches):
         rows = {name: tree[name].sel(step=step) for name in ("loss", "inner_test", "norm_test", "grad_norm")}
         np.testing.assert_allclose(rows["loss"]["loss"], batch.losses.mean(), rtol=1e-5)
@@ -67,10 +72,9 @@ class Small(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.kind, self.net = (
-            kind,
-            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1 if kind == "squares" else 3)),
-        )
+        n_outputs = 1 if kind in ("squares", "whole numbers") else 3
+        self.kind, self.calls = kind, 0
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, n_outputs))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         z = self.net(x)
@@ -78,8 +82,11 @@ class Small(nn.Module):
             "classes": lambda: nn.functional.cross_entropy(z, labels),
             "squares": lambda: nn.functional.mse_loss(z.squeeze(-1), labels),
             "several classes": lambda: nn.functional.binary_cross_entropy_with_logits(z, labels),
+            "whole numbers": lambda: nn.functional.mse_loss(z.squeeze(-1), labels.float()),
+            "diverges": lambda: nn.functional.cross_entropy(z * (torch.nan if self.calls > 3 else 1), labels),
             "penalty": lambda: nn.functional.cross_entropy(z, labels) + z.square().mean(),
         }
+        self.calls += 1
         return {"loss": losses[self.kind](), "logits": z}
 
 
@@ -124,7 +131,15 @@ def fit_trainer(folder: Path, kind: str, resume: str | None = None, steps: int =
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["classes", "squares", "several classes"])
+def test_a_training_of_the_trainer_that_diverges(tmp_path: Path) -> None:
+    """It goes on, as without the callback, and rows say that there is no number."""
+    fit_trainer(tmp_path, "diverges")
+    losses = open_run(tmp_path / "run")["loss"]["loss"].values
+    assert list(np.isnan(losses)) == [False, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["classes", "squares", "several classes", "whole numbers"])
 def test_losses_of_the_trainer(tmp_path: Path, kind: str) -> None:
     """The mean over both micro-batches of the first step."""
     from transformers import Trainer
@@ -180,8 +195,14 @@ def test_the_trainer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def fit_lightning(
-    folder: Path, module: Any, steps: int = 4, resume: str | None = None, micros: int = 2, **options: Any
-) -> None:
+    folder: Path,
+    module: Any,
+    steps: int = 4,
+    resume: str | None = None,
+    micros: int = 2,
+    callback: Any = None,
+    **options: Any,
+) -> Any:
     import lightning.pytorch as pl
 
     from distcockpit.lightning import DistCockpitCallback
@@ -189,13 +210,14 @@ def fit_lightning(
     data = [(s["x"], s["labels"]) for s in samples("classes")][:16]  # two steps per epoch
     loader = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
     options = {"quantities": [Loss(), GradNorm(), Alpha()], "schedule": every(1), **options}
-    callback = DistCockpitCallback(folder / "run", **options)
+    callback = callback or DistCockpitCallback(folder / "run", **options)
     saving = pl.callbacks.ModelCheckpoint(folder / "out", save_last=True, every_n_train_steps=2)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=steps, accumulate_grad_batches=micros, callbacks=[callback, saving], **quiet
     )
     trainer.fit(module, loader, ckpt_path=resume)
+    return callback
 
 
 def lightning_module(kind: str) -> Any:
@@ -210,13 +232,16 @@ def lightning_module(kind: str) -> Any:
                 self.temperature = nn.Parameter(torch.ones(3))
             if kind != "function":
                 self.loss_fn = nn.CrossEntropyLoss()
-            self.automatic_optimization = kind != "manual"
+            self.automatic_optimization, self.skipped = kind != "manual", False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(x) * self.temperature if kind == "own parameter" else self.net(x)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
             x, y = batch
+            if kind == "skips" and self.global_step == 1 and batch_idx == 1 and not self.skipped:
+                self.skipped = True
+                return None
             if kind == "raises" and self.global_step == 1 and batch_idx == 3:
                 raise ValueError("the user's own")
             if kind == "function":
@@ -248,6 +273,16 @@ def test_lightning_modules(tmp_path: Path, kind: str) -> None:
     for name in ("loss", "grad_norm", "alpha"):
         for field in whole[name].data_vars:
             np.testing.assert_allclose(resumed[name][field], whole[name][field], rtol=1e-6, err_msg=field)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_skips_a_batch_and_trains_again(tmp_path: Path) -> None:
+    """``None`` skips a batch; the same callback for another training begins anew."""
+    callback = fit_lightning(tmp_path, lightning_module("skips"), micros=1, mode="w")
+    sizes = open_run(tmp_path / "run")["loss"]["batch_size"].values
+    assert sorted(sizes) == [0, 4, 4, 4]
+    fit_lightning(tmp_path, lightning_module("usual"), micros=1, callback=callback)
+    assert list(open_run(tmp_path / "run")["loss"]["batch_size"].values) == [4, 4, 4, 4]
 
 
 @pytest.mark.filterwarnings("ignore")

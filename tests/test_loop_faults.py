@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cases
 import numpy as np
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import Alpha, CompressionError, GradNorm, HessMaxEV, HessTrace, Loss, NormTest
+from distcockpit.quantities import Alpha, CompressionError, GradNorm, HessMaxEV, HessTrace, Loss, MeanGSNR, NormTest
 
 B = 6
 
@@ -451,3 +454,51 @@ def test_resuming_with_optimizers_in_another_order(tmp_path: Path) -> None:
             np.testing.assert_allclose(run[name][field], whole[name][field], rtol=1e-9, err_msg=f"{name} {field}")
     with pytest.raises(ValueError, match=r"optimizers \['a', 'b'\], this one has \['a', 'c'\]"):
         train(tmp_path / "other", ("a", "c"), state, range(2, 3), net, {"a": optimizers["a"], "c": optimizers["b"]})
+
+
+def test_a_thread_that_evaluates_during_the_forward_pass(tmp_path: Path) -> None:
+    """It calls the same modules; what it computes is none of the step's."""
+    net, loss_fn = cases.initialised("sigmoid"), nn.CrossEntropyLoss()
+    twin, due = cases.initialised("sigmoid"), list[str]()
+
+    def evaluate(*_: Any) -> None:
+        def run() -> None:
+            with torch.no_grad():
+                net(torch.randn(5, 12))
+
+        if due:
+            due.clear()
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    net[1].register_forward_hook(evaluate)
+    quantities = [GradNorm(), MeanGSNR()]
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=quantities, schedule=every(1)) as cockpit:
+        for step in range(3):
+            x, y = cases.data("sigmoid", "mean", step)
+            net.zero_grad()
+            due.append("once")
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+    run = open_run(tmp_path / "run")
+    for step in range(3):
+        batch = oracle.batch(twin, twin.state_dict(), cases._nll, *cases.data("sigmoid", "mean", step))
+        row = {name: run[name].sel(step=step) for name in ("grad_norm", "mean_gsnr")}
+        np.testing.assert_allclose(row["grad_norm"]["total"], np.linalg.norm(batch.flat.mean(0)), rtol=1e-4)
+        np.testing.assert_allclose(row["mean_gsnr"]["mean_gsnr"], oracle.mean_gsnr(batch), rtol=1e-4)
+
+
+def test_a_module_that_is_exchanged(tmp_path: Path) -> None:
+    net, loss_fn = cases.initialised("sigmoid"), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[GradNorm()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            x, y = cases.data("sigmoid", "mean", step)
+            if step == 2:
+                old, net[0] = net[0], nn.Linear(12, net[0].out_features)
+                net[0].weight, net[0].bias = old.weight, old.bias
+                with pytest.raises(RuntimeError, match="module '0' was exchanged"), cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()
+            else:
+                with cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()

@@ -1,0 +1,195 @@
+"""Losses as loops compute them: those that are told apart are right, those that cannot be are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from torch import Tensor, nn
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.quantities import GradNorm, Loss, NormTest
+
+N = 24
+CE, SUM = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+Body = Callable[[DistCockpit, nn.Sequential, Tensor, Tensor], Any]
+
+
+def tracked(tmp_path: Path, loss_fn: nn.Module | None, body: Body, steps: int = 3) -> tuple[list[Any], xr.DataTree]:
+    """The individual gradients of the mean loss at each step, and the run; the training is that without a cockpit."""
+    nets = [cases.initialised("sigmoid"), cases.initialised("sigmoid")]
+    batches = []
+    for net, enabled in zip(nets, (False, True), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"quantities": [Loss(), GradNorm(), NormTest()], "schedule": every(1), "enabled": enabled}
+        with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+            for step in range(steps):
+                x, y = cases.data("sigmoid", "mean", step, N)
+                if enabled:
+                    batches.append(oracle.batch(net, copy.deepcopy(net.state_dict()), cases._nll, x, y))
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    body(cockpit, net, x, y)
+                optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
+    return batches, open_run(tmp_path / "run")
+
+
+def pieces(loss: nn.Module, factor: float) -> Body:
+    def body(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+        z = cockpit(x)
+        (sum(loss(a, b) for a, b in zip(z.chunk(3), y.chunk(3), strict=True)) * factor).backward()
+
+    return body
+
+
+def in_place(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = CE(cockpit(x), y)
+    loss /= 3
+    (loss * 3).backward()
+
+
+def kept_gradient(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    z = cockpit(x)
+    z.retain_grad()
+    CE(z, y).backward()
+    torch.testing.assert_close(z.grad, (z.softmax(1) - F.one_hot(y, z.shape[1])).detach() / len(x))
+
+
+@pytest.mark.parametrize(
+    "loss_fn, body",
+    [(CE, pieces(CE, 1 / 3)), (SUM, pieces(SUM, 1 / N)), (CE, in_place), (CE, kept_gradient)],
+    ids=["means of pieces", "sums of pieces", "scaled in place", "retain_grad"],
+)
+def test_right(tmp_path: Path, loss_fn: nn.Module, body: Body) -> None:
+    batches, run = tracked(tmp_path, loss_fn, body)
+    for step, batch in enumerate(batches):
+        np.testing.assert_allclose(run["loss"]["loss"].sel(step=step), batch.losses.mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            run["grad_norm"]["total"].sel(step=step), np.linalg.norm(batch.flat.mean(0)), rtol=1e-4
+        )
+        np.testing.assert_allclose(run["norm_test"]["norm_test"].sel(step=step), oracle.norm_test(batch), rtol=1e-4)
+
+
+def one_loss_of_parts(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    CE(torch.cat([cockpit(part) for part in x.chunk(2)]), y).backward()
+
+
+def weighted_passes(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    for weight, part, target in zip((1.0, 0.3), x.chunk(2), y.chunk(2), strict=True):
+        (weight * CE(cockpit(part), target)).backward()
+
+
+def gradient_of_a_part(cockpit: DistCockpit, net: nn.Sequential, x: Tensor, y: Tensor) -> None:
+    loss = CE(cockpit(x), y)
+    torch.autograd.grad(loss, list(net[-1].parameters()), retain_graph=True)
+    loss.backward()
+
+
+def negatives(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    z = cockpit(x)
+    CE(z @ z.T, torch.arange(len(x))).backward()
+
+
+def advantages(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    losses = F.cross_entropy(cockpit(x), y, reduction="none")
+    cockpit.record_losses(losses)
+    (losses * torch.linspace(-1, 1, len(x))).mean().backward()
+
+
+def told_late(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    losses = F.cross_entropy(cockpit(x), y, reduction="none")
+    (64 * losses.mean()).backward()
+    cockpit.record_losses(losses)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, body, words",
+    [
+        (CE, one_loss_of_parts, "samples cannot be paired"),
+        (CE, weighted_passes, r"multiplied by \[1.0, 0.3.*record_losses\(weight \* losses\)"),
+        (CE, gradient_of_a_part, "differentiated twice"),
+        (CE, negatives, "depends on the model's outputs for other samples"),
+        (None, advantages, "some are negative.*losses = advantages"),
+        (None, told_late, "record_losses was called after the backward pass"),
+    ],
+)
+def test_refused(tmp_path: Path, loss_fn: nn.Module | None, body: Body, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        tracked(tmp_path, loss_fn, body)
+
+
+def test_a_selection_of_as_many_tokens_as_samples(tmp_path: Path) -> None:
+    """Half of the terms may happen to be those of half of the samples; both halves are looked at."""
+    net, (x, y) = cases.initialised("tokens"), cases.data("tokens", "token_mean", 0)
+    chosen = torch.zeros(N, y.shape[1], dtype=torch.bool)
+    chosen[: N // 2, :2] = True
+    chosen[N // 2 - 1, :2], chosen[N // 2, 0], chosen[0, 2] = False, True, True
+    assert chosen.sum() == N
+    with DistCockpit(net, CE, store=tmp_path / "run", quantities=[Loss()], schedule=every(1)) as cockpit:
+        with pytest.raises(RuntimeError, match="a selection of that many tokens"), cockpit.track(0):
+            z = cockpit(x)
+            z = z if z.shape[-1] > 2 and z.shape[:2] == y.shape else z.transpose(1, 2)
+            CE(z[chosen], y.clamp(min=0)[chosen]).backward()
+
+
+@pytest.mark.parametrize("kind", ["penalty", "divergence"])
+def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients hold it, the losses do not: a notice says so. A loss alone gives none."""
+
+    def body(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+        z = cockpit(x)
+        loss = CE(z, y)
+        if kind == "penalty":
+            loss = loss + 0.5 * z.square().sum(1).mean()
+        else:  # two passes, as R-Drop has them
+            again = cockpit(x)
+            loss = loss + CE(again, y) + (again - 0.5 * z).square().mean()
+        loss.backward()
+
+    tracked(tmp_path, CE, body)
+    assert "something else is differentiated, such as a penalty" in caplog.text
+    caplog.clear()
+    tracked(tmp_path / "plain", CE, lambda cockpit, net, x, y: CE(cockpit(x), y).backward())
+    assert not caplog.text
+
+
+def test_a_loop_that_skips_and_tries_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It skips losses that are not finite, and a step without data; and repeats one that failed."""
+    net = cases.initialised("sigmoid")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    quantities = [Loss(), GradNorm(), NormTest()]
+    with DistCockpit(net, CE, optimizer, store=tmp_path / "run", quantities=quantities, schedule=every(1)) as cockpit:
+        for step in range(6):
+            x, y = cases.data("sigmoid", "mean", step, N)
+            for attempt in range(2):
+                optimizer.zero_grad()
+                try:
+                    with cockpit.track(step):
+                        if step == 3:
+                            break
+                        loss = CE(cockpit(x * (torch.nan if step == 2 else 1)), y)
+                        if step == 4 and not attempt:
+                            raise MemoryError
+                        if torch.isfinite(loss):
+                            loss.backward()
+                except MemoryError:
+                    continue
+                if step != 2:
+                    optimizer.step()
+                break
+    run = open_run(tmp_path / "run")
+    assert list(run["loss"]["step"].values) == [0, 1, 2, 3, 4, 5]
+    assert list(run["loss"]["batch_size"].values) == [N, N, 0, 0, N, N]
+    for name, field in (("loss", "loss"), ("grad_norm", "total"), ("norm_test", "norm_test")):
+        assert list(np.isnan(run[name][field].values)) == [False, False, True, True, False, False]
+    assert "its samples are left out" in caplog.text
