@@ -29,6 +29,7 @@ from distcockpit.captured import (
     Loss,
     LossCall,
     Micro,
+    check_factors,
     comes_from,
     interpret,
     received,
@@ -68,6 +69,7 @@ class Capture:
         watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
         keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
         wrappers: Modules around the model.
+        settled: Whether an earlier step was right, so that a loop that changes is no reason to end the run.
         copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
     """
 
@@ -85,10 +87,11 @@ class Capture:
         watch: Mapping[str, Tensor] | None = None,
         keep_left: bool = False,
         copies: bool = True,
+        settled: bool = False,
         wrappers: Sequence[nn.Module] = (),
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
-        self._thorough = thorough
+        self._thorough, self._settled = thorough, settled
         self._batch_size = batch_size
         self.arrivals = Arrivals(watch or {}, keep_left)
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
@@ -107,6 +110,7 @@ class Capture:
         self._reached: defaultdict[int, list[Use | LossCall]] = defaultdict(list)  # by each run of autograd
         self._parameters = ""
         self.forward_seconds = 0.0
+        self.doubts: list[str] = []  # what is wrong with a loop that was right before
         self.skips = False  # whether passes had no backward and are left out
         self.tells_whole_loss = True  # whether what reached the outputs is the gradient of the losses, where looked at
 
@@ -356,7 +360,7 @@ class Capture:
         if self._thorough and not micro.is_one_batch:
             with undisturbed():
                 if parts.individual is not None:
-                    check_samples(module, args, kwargs, forward, self._axes.batch_dim)
+                    self._look(check_samples, module, args, kwargs, forward, self._axes.batch_dim)
                 gradients = at_outputs(output, forward)
         # Targets may be overwritten as soon as the loss is there.
         args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
@@ -423,11 +427,8 @@ class Capture:
         """The calls of layers that gradients reached, in the order of the forward passes."""
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
-    def finish(self, *, skips: bool = False) -> list[Captured]:
+    def finish(self) -> list[Captured]:
         """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does.
-
-        Args:
-            skips: Whether passes without a backward are left out.
 
         Raises:
             RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
@@ -439,14 +440,33 @@ class Capture:
                 "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
                 "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
             )
-        self._check_runs()
+        self._look(self._check_runs)
         self.tells_whole_loss = not self._thorough or is_whole(self.micros)
         self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
         with torch.no_grad():
             for use, position, values in self._to_show:
                 self._show(use, position, values)
-        self.skips = skips and not all(f.went_backward or not f.batch_size for m in self.micros for f in m.passes)
-        return interpret(self.micros, self._loss, self._batch_size, thorough=self._thorough, skips=skips)
+        self.skips = self._settled and not all(
+            f.went_backward or not f.batch_size for m in self.micros for f in m.passes
+        )
+        strict = self._thorough and not self._settled
+        captured = interpret(self.micros, self._loss, self._batch_size, strict=strict, skips=self._settled)
+        if self._thorough:
+            self._look(check_factors, captured)
+        return captured
+
+    def _look(self, check: Callable[..., None], *args: Any) -> None:
+        """Run a check, whose error is none where steps were right before: the run shall not end for it.
+
+        Raises:
+            RuntimeError: If none was.
+        """
+        try:
+            check(*args)
+        except RuntimeError as error:
+            if not self._settled:
+                raise
+            self.doubts.append(str(error))
 
     def _check_runs(self) -> None:
         """Whether runs of autograd through the same losses went through the same layers.

@@ -207,7 +207,7 @@ class Loss:
 
 
 def interpret(
-    micros: Sequence[Micro], loss: Loss, batch_size: int | None, *, thorough: bool = True, skips: bool = False
+    micros: Sequence[Micro], loss: Loss, batch_size: int | None, *, strict: bool = True, skips: bool = False
 ) -> list[Captured]:
     """The micro-batches of a step.
 
@@ -215,7 +215,7 @@ def interpret(
         micros: As the hooks saw them.
         loss: What is known of the loss.
         batch_size: The user's word on the batch size, which describes one batch only.
-        thorough: Whether to look at factors, which waits for the device.
+        strict: Whether to look at the signs of weights, which waits for the device.
         skips: Whether passes without a backward are left out, as where a loop skips a loss that is not finite.
 
     Raises:
@@ -243,13 +243,10 @@ def interpret(
                 f"track({option}={value!r}) describes one batch, but this step ran {len(split)} micro-batches. "
                 "Leave it out and give the loss as a module (loss_fn=...) or by cockpit.record_losses(losses)."
             )
-    captured = [_captured(micro, loss, len(split), thorough) for micro in split]
-    if thorough:
-        _check_factors(captured)
-    return captured
+    return [_captured(micro, loss, len(split), strict) for micro in split]
 
 
-def _check_factors(captured: Sequence[Captured]) -> None:
+def check_factors(captured: Sequence[Captured]) -> None:
     """Whether all samples have one factor, so that the gradient is that of a mean over them.
 
     Micro-batches that are averaged have the same factor on their means, or, where each is divided by the terms of all,
@@ -281,7 +278,7 @@ def paired(micro: Micro) -> list[Micro]:
     return [Micro([forward], [call for call in micro.losses if call.of is forward]) for forward in micro.passes]
 
 
-def _captured(micro: Micro, loss: Loss, n_micros: int, thorough: bool) -> Captured:
+def _captured(micro: Micro, loss: Loss, n_micros: int, strict: bool) -> Captured:
     sizes = {forward.batch_size for forward in micro.passes}
     several = len(micro.passes) > 1 and not micro.is_one_batch and sizes != {0}
     # One loss of several passes makes pairs of their samples, if it has one term for each.
@@ -299,7 +296,7 @@ def _captured(micro: Micro, loss: Loss, n_micros: int, thorough: bool) -> Captur
     if not micro.losses:
         scale = _scale_without_loss(micro.passes[0], loss, n_micros)
     elif micro.losses[-1].recorded:
-        scale = _scale_from_recorded(micro, loss, n_micros, thorough)
+        scale = _scale_from_recorded(micro, loss, n_micros, strict)
     else:
         micro.losses = [call for call in micro.losses if call.factor is not None]
         scale = _scale_from_module(micro.losses, loss, batch_size, micro.passes)
@@ -370,7 +367,7 @@ def _scale_from_module(
     return Scale(weight, divisor, divisor / factors[0], individual, total)
 
 
-def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int, thorough: bool) -> Scale:
+def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int, strict: bool) -> Scale:
     call = micro.losses[-1]
     parts, weight = call.decomposition, call.weight
     individual = parts.individual
@@ -383,7 +380,7 @@ def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int, thorough: bool
     batch_size = len(individual)
     # With gradient r_i at loss i the objective is sum_i r_i l_i; as a mean over samples it is of B r_i l_i / sum r.
     gradient = call.factor.double()
-    if thorough and bool((gradient < 0).any()):
+    if strict and bool((gradient < 0).any()):
         raise RuntimeError(
             "The losses given to record_losses were multiplied by numbers of which some are negative, so that they "
             "have no mean. Multiply first, as in losses = advantages * losses, and give record_losses the product."

@@ -90,6 +90,7 @@ class TensorBoard(Sink):
 
         Raises:
             ImportError: If tensorboardX is missing.
+            OSError: If the folder cannot be written.
         """
         try:
             from tensorboardX import SummaryWriter
@@ -97,7 +98,12 @@ class TensorBoard(Sink):
             raise ImportError(
                 "sinks=[TensorBoard(...)] needs tensorboardX: pip install distcockpit[export]."
             ) from error
-        self._writer = SummaryWriter(self.folder, flush_secs=self._flush_seconds)
+        try:
+            self._writer = SummaryWriter(self.folder, flush_secs=self._flush_seconds)
+        except OSError as error:
+            raise OSError(
+                f"sinks=[TensorBoard({str(self.folder)!r})]: the folder cannot be written ({error}). Take another."
+            ) from error
 
     def write(
         self, name: str, step: int, wall_time: float, numbers: Mapping[str, float], histogram: Histogram | None

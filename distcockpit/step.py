@@ -144,6 +144,7 @@ class TrackedStep:
             watch=watched,
             wrappers=setup.wrappers,
             keep_left=self._active.wants("averaged"),
+            settled=session.check.last_checked >= 0,
         )
         self._capture.start()
 
@@ -196,7 +197,9 @@ class TrackedStep:
 
     def _captured(self, capture: Capture) -> list[Captured]:
         setup = self._setup
-        captured = capture.finish(skips=self._session.check.last_checked >= 0)
+        captured = capture.finish()
+        for doubt in capture.doubts:
+            self._session.say_once("doubt", f"step {self._step}: rows are wrong from here, or since a while: {doubt}")
         if capture.skips:
             self._session.say_once(
                 "skipped",

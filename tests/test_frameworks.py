@@ -403,8 +403,13 @@ def test_sinks_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert tree["loss"].sizes["step"] == 3 and tree.attrs["state"] == "closed"
     assert len(bad.calls) == 2 and len(good.calls) == 3 * 3 + 1 and good.calls[-1] == "closed"
     assert "Failing gets no more rows: gone" in caplog.text
+    first = Failing("")
     with pytest.raises(ImportError, match="no such service"):
-        train_with([Failing("start")], tmp_path / "b")
+        train_with([first, Failing("start")], tmp_path / "b")
+    assert first.calls == ["closed"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"sinks=\[TensorBoard\(.*the folder cannot be written"):
+        train_with([TensorBoard(tmp_path / "file")], tmp_path / "b")
     assert not (tmp_path / "b" / "run").exists()  # so that the next try is not in its own way
     with pytest.raises(TypeError, match=r"sinks=\['tensorboard'\]: must be a list of sinks"):
         train_with(["tensorboard"], tmp_path / "c")

@@ -142,6 +142,22 @@ def test_a_selection_of_as_many_tokens_as_samples(tmp_path: Path) -> None:
             CE(z[chosen], y.clamp(min=0)[chosen]).backward()
 
 
+@pytest.mark.parametrize("later", [weighted_passes, gradient_of_a_part, negatives])
+def test_a_loop_that_changes_goes_on(tmp_path: Path, later: Body, caplog: pytest.LogCaptureFixture) -> None:
+    """What is an error at first is a notice where steps were right before."""
+    steps: list[int] = []
+
+    def body(cockpit: DistCockpit, net: nn.Sequential, x: Tensor, y: Tensor) -> None:
+        steps.append(len(steps) % 5)
+        if steps[-1] == 3:  # everything is looked at
+            later(cockpit, net, x, y)
+        else:
+            CE(cockpit(x), y).backward()
+
+    tracked(tmp_path, CE, body, steps=5)
+    assert "step 3: rows are wrong from here" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["penalty", "divergence"])
 def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Gradients hold it, the losses do not: a notice says so. A loss alone gives none."""
