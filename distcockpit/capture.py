@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.rng import RandomState
+from distcockpit.runs import Runs
 from distcockpit.trees import map_tensors, tensors
 
 Observer = Callable[[Tensor, bool], Tensor | None]
@@ -107,7 +107,7 @@ class Capture:
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
-        self._reached: defaultdict[int, list[Use | LossCall]] = defaultdict(list)  # by each run of autograd
+        self._runs = Runs(model)
         self._parameters = ""
         self.forward_seconds = 0.0
         self.doubts: list[str] = []  # what is wrong with a loop that was right before
@@ -419,7 +419,7 @@ class Capture:
             if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
                 receive(gradient.detach())
                 if of is not None:
-                    self._reached[torch._C._current_graph_task_id()].append(of)
+                    self._runs.reach(of)
 
         self._handles.append(tensor.register_hook(hook))
 
@@ -440,7 +440,8 @@ class Capture:
                 "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
                 "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
             )
-        self._look(self._check_runs)
+        self._look(self._runs.check_layers)
+        self._look(self._runs.check_kept)
         self.tells_whole_loss = not self._thorough or is_whole(self.micros)
         self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
         with torch.no_grad():
@@ -467,23 +468,6 @@ class Capture:
             if not self._settled:
                 raise
             self.doubts.append(str(error))
-
-    def _check_runs(self) -> None:
-        """Whether runs of autograd through the same losses went through the same layers.
-
-        Raises:
-            RuntimeError: If not.
-        """
-        seen: dict[frozenset[int], frozenset[int]] = {}
-        for run in self._reached.values():
-            losses = frozenset(id(each) for each in run if isinstance(each, LossCall))
-            layers = frozenset(id(each) for each in run if isinstance(each, Use))
-            if losses and seen.setdefault(losses, layers) != layers:
-                raise RuntimeError(
-                    "The loss was differentiated twice inside `track`, and once with respect to a part of the model "
-                    "only (torch.autograd.grad, or backward(inputs=...)): how often a sample counts then differs "
-                    "between layers. Do that at a forward pass of its own, outside of `track`."
-                )
 
 
 _running: list[Capture] = []

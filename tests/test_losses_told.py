@@ -95,6 +95,12 @@ def gradient_of_a_part(cockpit: DistCockpit, net: nn.Sequential, x: Tensor, y: T
     loss.backward()
 
 
+def thrown_away(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    CE(cockpit(x[:8]), y[:8]).backward()
+    net.zero_grad()
+    CE(cockpit(x[8:]), y[8:]).backward()
+
+
 def negatives(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
     z = cockpit(x)
     CE(z @ z.T, torch.arange(len(x))).backward()
@@ -118,6 +124,7 @@ def told_late(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> Non
         (CE, one_loss_of_parts, "samples cannot be paired"),
         (CE, weighted_passes, r"multiplied by \[1.0, 0.3.*record_losses\(weight \* losses\)"),
         (CE, gradient_of_a_part, "differentiated twice"),
+        (CE, thrown_away, r"thrown away \(zero_grad\)"),
         (CE, negatives, "depends on the model's outputs for other samples"),
         (None, advantages, "some are negative.*losses = advantages"),
         (None, told_late, "record_losses was called after the backward pass"),

@@ -1,0 +1,64 @@
+"""What each run of autograd inside a step went through: sums of gradients mean something only if runs fit together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from distcockpit.captured import LossCall
+from distcockpit.gradients.uses import Use
+
+
+class Runs:
+    """Layers and losses in the order in which gradients reached them, by run.
+
+    Args:
+        model: The bare module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._reached: defaultdict[int, list[Use | LossCall]] = defaultdict(list)
+        self._cleared: list[
+            nn.Parameter
+        ] = []  # without a gradient when a run began, though an earlier one reached them
+
+    def reach(self, what: Use | LossCall) -> None:
+        """A gradient arrived."""
+        run = torch._C._current_graph_task_id()
+        if run not in self._reached and isinstance(what, LossCall):
+            layers = {id(u.layer): u for uses in self._reached.values() for u in uses if isinstance(u, Use)}
+            names = {name for use in layers.values() for name in use.layer.parameters.values()}
+            self._cleared += [p for p in map(self._model.get_parameter, names) if p.grad is None]
+        self._reached[run].append(what)
+
+    def check_layers(self) -> None:
+        """Whether runs through the same losses went through the same layers.
+
+        Raises:
+            RuntimeError: If not.
+        """
+        seen: dict[frozenset[int], frozenset[int]] = {}
+        for run in self._reached.values():
+            losses = frozenset(id(each) for each in run if isinstance(each, LossCall))
+            layers = frozenset(id(each) for each in run if isinstance(each, Use))
+            if losses and seen.setdefault(losses, layers) != layers:
+                raise RuntimeError(
+                    "The loss was differentiated twice inside `track`, and once with respect to a part of the model "
+                    "only (torch.autograd.grad, or backward(inputs=...)): how often a sample counts then differs "
+                    "between layers. Do that at a forward pass of its own, outside of `track`."
+                )
+
+    def check_kept(self) -> None:
+        """Whether gradients were thrown away; who differentiates by `torch.autograd.grad` never has any.
+
+        Raises:
+            RuntimeError: If so.
+        """
+        if any(parameter.grad is not None for parameter in self._cleared):
+            raise RuntimeError(
+                "Gradients of a backward pass inside `track` were thrown away (zero_grad) before another one, but its "
+                "samples would count. Put into `track` what the optimizer's step is made of, and nothing else."
+            )
