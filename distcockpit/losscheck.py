@@ -71,6 +71,8 @@ def is_whole(micros: Sequence[Micro]) -> bool:
         if len(micro.passes) != 1 or not micro.losses or any(call.recorded for call in micro.losses):
             continue
         (forward,), calls = micro.passes, [(call.factor, call.at_outputs) for call in micro.losses]
+        if not all(at for _, at in calls):
+            continue  # a loss inside the model
         for position, arrived in forward.output_gradients.items():
             parts = [factor * at[position] for factor, at in calls if factor is not None and position in at]
             unknown = arrived - sum(parts) if parts else arrived

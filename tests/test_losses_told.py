@@ -165,6 +165,29 @@ def test_a_loop_that_changes_goes_on(tmp_path: Path, later: Body, caplog: pytest
     assert "step 3: rows are wrong from here" in caplog.text
 
 
+class WithLoss(nn.Module):
+    """Computes its loss by the loss module that the cockpit is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss_fn = cases.initialised("sigmoid"), CE
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(self.net(x), y)
+
+
+def test_a_loss_inside_the_model_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = WithLoss(), cases.data("sigmoid", "mean", 0, N)
+    batch = oracle.batch(model.net, model.net.state_dict(), cases._nll, x, y)
+    with DistCockpit(model, CE, store=tmp_path / "run", quantities=[NormTest()], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            (cockpit(x, y) / 2).backward()
+    assert not caplog.text
+    np.testing.assert_allclose(
+        open_run(tmp_path / "run")["norm_test"]["norm_test"], [oracle.norm_test(batch)], rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize("kind", ["penalty", "divergence"])
 def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Gradients hold it, the losses do not: a notice says so. A loss alone gives none."""
