@@ -579,7 +579,7 @@ def shows(row: str, text: str) -> Callable[[Any], Any]:
 
 def table() -> str:
     """The README's table; with the tests of all other files that mark any."""
-    for name in ("frameworks", "loop_faults", "loops", "precision", "refused_loops"):
+    for name in ("frameworks", "loop_faults", "loops", "losses_told", "precision", "refused_loops"):
         importlib.import_module(f"test_{name}")
     told = [(loop.row, re.sub(r"\s+", " ", type(loop).__doc__ or "").strip()) for loop in LOOPS.values()]
     told += sorted(set(SHOWN))  # whichever file was imported first

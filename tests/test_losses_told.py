@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import xarray as xr
+from loops import shows
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
@@ -65,6 +66,7 @@ def kept_gradient(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) ->
     torch.testing.assert_close(z.grad, (z.softmax(1) - F.one_hot(y, z.shape[1])).detach() / len(x))
 
 
+@shows("Losses", "in chunks over one output of the model; scaled in place")
 @pytest.mark.parametrize(
     "loss_fn, body",
     [(CE, pieces(CE, 1 / 3)), (SUM, pieces(SUM, 1 / N)), (CE, in_place), (CE, kept_gradient)],
@@ -118,6 +120,7 @@ def told_late(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> Non
     cockpit.record_losses(losses)
 
 
+@shows("Refused with an error", "losses of samples that depend on other samples; other weights on some micro-batches")
 @pytest.mark.parametrize(
     "loss_fn, body, words",
     [
@@ -209,6 +212,7 @@ def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplo
     assert not caplog.text
 
 
+@shows("Losses", "skipped inside `track` where they are not finite")
 def test_a_loop_that_skips_and_tries_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It skips losses that are not finite, and a step without data; and repeats one that failed."""
     net = cases.initialised("sigmoid")
