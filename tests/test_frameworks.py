@@ -74,7 +74,11 @@ class Small(nn.Module):
         torch.manual_seed(5)
         n_outputs = 1 if kind in ("squares", "whole numbers") else 3
         self.kind, self.calls = kind, 0
-        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, n_outputs))
+        first = nn.Embedding(3, 5) if kind == "next token" else nn.Linear(6, 5)
+        self.net = nn.Sequential(first, nn.Tanh(), nn.Linear(5, n_outputs))
+        if kind == "next token":
+            self.net[2].weight.data *= 0.01
+            self.net[2].bias.data *= 0.01
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         z = self.net(x)
@@ -82,6 +86,8 @@ class Small(nn.Module):
             "classes": lambda: nn.functional.cross_entropy(z, labels),
             "squares": lambda: nn.functional.mse_loss(z.squeeze(-1), labels),
             "several classes": lambda: nn.functional.binary_cross_entropy_with_logits(z, labels),
+            # Near the loss of the same token: the nearest one is the model's.
+            "next token": lambda: nn.functional.cross_entropy(z[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
             "whole numbers": lambda: nn.functional.mse_loss(z.squeeze(-1), labels.float()),
             "diverges": lambda: nn.functional.cross_entropy(z * (torch.nan if self.calls > 3 else 1), labels),
             "penalty": lambda: nn.functional.cross_entropy(z, labels) + z.square().mean(),
@@ -96,6 +102,8 @@ def samples(kind: str) -> list[dict[str, torch.Tensor]]:
     labels: Any = torch.randint(3, (64,), generator=generator)
     if kind == "squares":
         labels = x.sum(1)
+    if kind == "next token":
+        x = labels = torch.randint(3, (64, 96), generator=generator)
     if kind == "several classes":
         labels = (x[:, :3] > 0).float()
     return [{"x": a, "labels": b} for a, b in zip(x, labels, strict=True)]
@@ -139,7 +147,7 @@ def test_a_training_of_the_trainer_that_diverges(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["classes", "squares", "several classes", "whole numbers"])
+@pytest.mark.parametrize("kind", ["classes", "squares", "several classes", "whole numbers", "next token"])
 def test_losses_of_the_trainer(tmp_path: Path, kind: str) -> None:
     """The mean over both micro-batches of the first step."""
     from transformers import Trainer
