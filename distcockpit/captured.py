@@ -373,7 +373,17 @@ def _scale_from_recorded(micro: Micro, loss: Loss, n_micros: int, strict: bool) 
     individual = parts.individual
     assert weight is not None
     if call.factor is None:  # recorded beside the graph: they tell the losses, not the factor
-        scale = _scale_without_loss(micro.passes[-1], replace(loss, weight=parts.divisor, module=None), n_micros)
+        forward = micro.passes[-1]
+        is_part = forward.loss_position in forward.output_gradients and len(forward.output_gradients) > 1
+        if strict and is_part and forward.loss is not None:
+            mean, returned = float(parts.total / parts.divisor), float(forward.loss)
+            if math.isclose(mean, returned, rel_tol=1e-2):
+                raise RuntimeError(
+                    f"The recorded losses make the loss that the model returned, {returned:g}, but what was "
+                    "differentiated is made of other outputs, too, so that the factor on the loss is unknown. Call "
+                    "cockpit.record_losses(losses) with the whole loss of each sample."
+                )
+        scale = _scale_without_loss(forward, replace(loss, weight=parts.divisor, module=None), n_micros)
         return replace(scale, weight=weight, individual=individual, total=parts.total)
     if individual is None:
         return Scale(weight, parts.divisor, parts.divisor / call.factor.double(), None, parts.total)
@@ -405,11 +415,6 @@ def _scale_without_loss(forward: ForwardPass, loss: Loss, n_micros: int) -> Scal
         raise RuntimeError(
             f"The tracked step has no individual losses: {rule}. Call the loss module given to DistCockpit, or "
             "cockpit.record_losses(losses) with one loss per sample, inside `track`."
-        )
-    if forward.loss is not None and forward.loss_position in forward.output_gradients and not forward.is_prediction:
-        raise RuntimeError(
-            "The model returned its loss, and both that and other outputs of it were differentiated, so that the "
-            "factor on the loss is unknown. Call cockpit.record_losses(losses) with the whole loss of each sample."
         )
     if n_micros > 1:
         raise RuntimeError(

@@ -197,6 +197,14 @@ class TrackedStep:
 
     def _captured(self, capture: Capture) -> list[Captured]:
         setup = self._setup
+        for name, version in self._versions.items():
+            if setup.tracked[name]._version != version:
+                raise RuntimeError(
+                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
+                    "individual gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
+                    "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
+                    "parameters, overlap_with_ddp) are not supported."
+                )
         captured = capture.finish()
         for doubt in capture.doubts:
             self._session.say_once("doubt", f"step {self._step}: rows are wrong from here, or since a while: {doubt}")
@@ -208,14 +216,6 @@ class TrackedStep:
             )
         if not capture.tells_whole_loss:
             self._session.say_once("beside", BESIDE.format(type(self._setup.loss_fn).__name__))
-        for name, version in self._versions.items():
-            if setup.tracked[name]._version != version:
-                raise RuntimeError(
-                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
-                    "individual gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
-                    "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
-                    "parameters, overlap_with_ddp) are not supported."
-                )
         self._check_losses_are_known(captured)
         if self._session.check.unchecked and any(c.weight for c in captured):
             check_losses(captured)

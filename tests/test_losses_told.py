@@ -243,3 +243,16 @@ def test_a_loop_that_skips_and_tries_again(tmp_path: Path, caplog: pytest.LogCap
     for name, field in (("loss", "loss"), ("grad_norm", "total"), ("norm_test", "norm_test")):
         assert list(np.isnan(run[name][field].values)) == [False, False, True, True, False, False]
     assert "its samples are left out" in caplog.text
+
+
+def test_a_returned_loss_that_is_not_all(tmp_path: Path) -> None:
+    """Losses recorded beside the graph tell no factor; that of the returned loss is known only where it is all."""
+    net, (x, y) = cases.initialised("sigmoid"), cases.data("sigmoid", "mean", 0, N)
+    model = WithLoss()
+    model.forward = lambda x, y: (z := net(x), CE(z, y))
+    model.net = net
+    with DistCockpit(model, None, store=tmp_path / "run", quantities=[Loss()], schedule=every(1)) as cockpit:
+        with pytest.raises(RuntimeError, match="make the loss that the model returned"), cockpit.track(0):
+            z, loss = cockpit(x, y)
+            cockpit.record_losses(F.cross_entropy(z, y, reduction="none").detach())
+            (0.1 * loss + z.square().mean()).backward()
