@@ -353,7 +353,8 @@ class Capture:
         micro = self._current_micro(f"{type(module).__name__} was called")
         owners = [forward for forward in micro.passes if returned_any(forward, (args, kwargs))]
         forward = owners[0] if len(owners) == 1 else micro.passes[-1]
-        parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
+        with torch.no_grad():
+            parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
         if any(call.recorded for call in micro.losses):
             raise RuntimeError(TOLD_TWICE.format(f"{type(module).__name__} was called after record_losses"))
         gradients: dict[int, Tensor] = {}

@@ -256,7 +256,7 @@ def check_factors(captured: Sequence[Captured]) -> None:
         RuntimeError: If not.
     """
     scales = [(c.scale.weight, c.scale.divisor, float(c.scale.unscale)) for c in captured if c.weight]
-    scales = [(weight, divisor, unscale) for weight, divisor, unscale in scales if math.isfinite(unscale)]
+    scales = [(weight, divisor, unscale) for weight, divisor, unscale in scales if math.isfinite(unscale) and unscale]
     for ratios in ([unscale / weight for weight, _, unscale in scales], [unscale for _, _, unscale in scales]):
         if all(math.isclose(ratio, ratios[0], rel_tol=1e-2) for ratio in ratios):
             return
@@ -326,10 +326,12 @@ def received(forward: ForwardPass) -> list[Use]:
 
 def _are_pieces(calls: Sequence[LossCall], passes: Sequence[ForwardPass]) -> bool:
     """Whether each call was given a part of its own of what the passes returned."""
-    given = [next(t for t in tensors((call.args, call.kwargs)) if t.requires_grad) for call in calls]
+    given = [t for call in calls for t in tensors((call.args, call.kwargs))[:1]]
+    if len(given) < 2:
+        return False
     places = {(memory_of(t), t.storage_offset()) for t in given}
     whole = sum(t.numel() for forward in passes for t in tensors(forward.output) if memory_of(t) == memory_of(given[0]))
-    return len(places) == len(calls) > 1 and sum(t.numel() for t in given) <= whole
+    return len(places) == len(calls) and sum(t.numel() for t in given) <= whole
 
 
 def _scale_from_module(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import ForwardPass, Micro, paired
-from distcockpit.losses import of_samples
+from distcockpit.losses import decompose
 from distcockpit.trees import tensors
 
 SEPARATE = 1e-5  # of the largest gradient: what rounding may leave at the outputs of other samples
@@ -43,7 +43,7 @@ def check_samples(
         RuntimeError: If not.
     """
     n, outputs = forward.batch_size, _outputs(forward)
-    individual = of_samples(loss_fn, args, kwargs, n, forward.output, batch_dim)
+    individual = decompose(loss_fn, args, kwargs, n, forward.output, batch_dim).individual
     if n < 2 or individual is None or not individual.requires_grad or not outputs:
         return
     for own, other in (((0, n // 2), (n // 2, n)), ((n // 2, n), (0, n // 2))):

@@ -38,7 +38,6 @@ def is_decomposable(loss_fn: nn.Module | None) -> bool:
     return getattr(loss_fn, "reduction", None) in REDUCTIONS
 
 
-@torch.no_grad()
 def decompose(
     loss_fn: nn.Module,
     args: tuple[Any, ...],
@@ -50,7 +49,7 @@ def decompose(
     """Individual losses and divisor of one call of a loss module.
 
     The terms of a sample are summed. Which they are is known if the batch is an axis of the terms, or if the loss was
-    given an output of the model with its leading axes flattened.
+    given an output of the model with its leading axes flattened. Where gradients are enabled they hold their graph.
 
     Args:
         loss_fn: A loss module with ``reduction`` "mean", "sum" or "batchmean".
@@ -60,7 +59,13 @@ def decompose(
         output: What the model returned.
         batch_dim: The batch axis of the model's inputs, preferred to the first.
     """
-    given, terms = _terms(loss_fn, args, kwargs)
+    unreduced: Any = copy.copy(loss_fn)
+    unreduced.reduction = "none"
+    unreduced._buffers = {name: None if b is None else b.clone() for name, b in loss_fn._buffers.items()}
+    given = tensors((args, kwargs))[0]
+    torchs_own = type(loss_fn).__module__.startswith("torch.nn.")  # these draw no random numbers
+    with nullcontext() if torchs_own else unchanged(given.device):
+        terms = unreduced.forward(*args, **kwargs)
     total = terms.sum(dtype=torch.float64)
     individual = _by_sample(terms, given, batch_size, output, batch_dim)
     if loss_fn.reduction == "sum":
@@ -68,30 +73,6 @@ def decompose(
     divisor = _mean_divisor(loss_fn, terms, args, kwargs)
     on_its_way = Pending(divisor.double().reshape(1)) if isinstance(divisor, Tensor) else divisor
     return Decomposition(total, individual, on_its_way, is_sum=False)
-
-
-def of_samples(
-    loss_fn: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch_size: int,
-    output: object,
-    batch_dim: int = 0,
-) -> Tensor | None:
-    """The individual losses of `decompose`, where gradients are enabled with their graph."""
-    given, terms = _terms(loss_fn, args, kwargs)
-    return _by_sample(terms, given, batch_size, output, batch_dim)
-
-
-def _terms(loss_fn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The loss's first argument, and its terms."""
-    unreduced: Any = copy.copy(loss_fn)
-    unreduced.reduction = "none"
-    unreduced._buffers = {name: None if b is None else b.clone() for name, b in loss_fn._buffers.items()}
-    given = tensors((args, kwargs))[0]
-    torchs_own = type(loss_fn).__module__.startswith("torch.nn.")  # these draw no random numbers
-    with nullcontext() if torchs_own else unchanged(given.device):
-        return given, unreduced.forward(*args, **kwargs)
 
 
 def _by_sample(terms: Tensor, given: Tensor, batch_size: int, output: object, batch_dim: int) -> Tensor | None:
