@@ -461,16 +461,22 @@ def test_a_thread_that_evaluates_during_the_forward_pass(tmp_path: Path) -> None
     net, loss_fn = cases.initialised("sigmoid"), nn.CrossEntropyLoss()
     twin, due = cases.initialised("sigmoid"), list[str]()
 
-    def evaluate(*_: Any) -> None:
-        def run() -> None:
-            with torch.no_grad():
-                net(torch.randn(5, 12))
+    inside, go_on = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
 
-        if due:
+    def run() -> None:
+        with torch.no_grad():
+            net(torch.randn(5, 12))
+
+    def evaluate(*_: Any) -> None:
+        if threading.current_thread() in threads:  # stays in the middle of the model until the step's pass is over
+            inside.set()
+            assert go_on.wait(60)
+        elif due:
             due.clear()
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+            threads.append(threading.Thread(target=run))
+            threads[-1].start()
+            assert inside.wait(60)
 
     net[1].register_forward_hook(evaluate)
     quantities = [GradNorm(), MeanGSNR()]
@@ -479,12 +485,17 @@ def test_a_thread_that_evaluates_during_the_forward_pass(tmp_path: Path) -> None
             x, y = cases.data("sigmoid", "mean", step)
             net.zero_grad()
             due.append("once")
+            inside.clear()
+            go_on.clear()
             with cockpit.track(step):
-                loss_fn(cockpit(x), y).backward()
-    run = open_run(tmp_path / "run")
+                z = cockpit(x)
+                go_on.set()
+                threads[-1].join()
+                loss_fn(z, y).backward()
+    tree = open_run(tmp_path / "run")
     for step in range(3):
         batch = oracle.batch(twin, twin.state_dict(), cases._nll, *cases.data("sigmoid", "mean", step))
-        row = {name: run[name].sel(step=step) for name in ("grad_norm", "mean_gsnr")}
+        row = {name: tree[name].sel(step=step) for name in ("grad_norm", "mean_gsnr")}
         np.testing.assert_allclose(row["grad_norm"]["total"], np.linalg.norm(batch.flat.mean(0)), rtol=1e-4)
         np.testing.assert_allclose(row["mean_gsnr"]["mean_gsnr"], oracle.mean_gsnr(batch), rtol=1e-4)
 
