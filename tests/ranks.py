@@ -13,9 +13,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from waiting import HANG
+
 SIZE = 4
 IMPORTED = ["torch._dynamo", "torch.nn.parallel", "scipy.sparse.linalg", "numba", "xarray", "distcockpit.cockpit"]
-TIMEOUT = 120.0
 
 
 class RankError(AssertionError):
@@ -31,7 +32,7 @@ def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=TIMEOUT)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=HANG)
     )
     groups = {SIZE: dist.group.WORLD, 2: dist.new_group([0, 1])}
     while (job := pipe.recv_bytes()) != b"stop":
@@ -72,15 +73,15 @@ class Ranks:
         job = pickle.dumps((function, size, args))
         for _, pipe in self._workers:
             pipe.send_bytes(job)
-        answers, deadline = [], time.monotonic() + TIMEOUT
+        answers, deadline = [], time.monotonic() + HANG
         for rank, (process, pipe) in enumerate(self._workers):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                answers.append(("error", f"rank {rank} did not answer in {TIMEOUT} s"))
+                answers.append(("error", f"rank {rank} did not answer in {HANG:g} s"))
                 continue
             try:
                 answers.append(pipe.recv())
             except EOFError:
-                process.join(5)
+                process.join(HANG)
                 answers.append(("error", f"rank {rank} died with exit code {process.exitcode}"))
         errors = [f"--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
         if any("did not answer" in e or "died" in e for e in errors):
@@ -96,6 +97,6 @@ class Ranks:
             else:
                 pipe.send_bytes(b"stop")
         for process, pipe in self._workers:
-            process.join(20)
+            process.join(HANG)
             pipe.close()
         self._workers = []

@@ -93,7 +93,7 @@ class S3:
     proxy: Proxy
 
     def place(self) -> Place:
-        quick = {"connect_timeout": 1, "read_timeout": 2, "retries": {"max_attempts": 1}}
+        quick = {"connect_timeout": 5, "read_timeout": 5, "retries": {"max_attempts": 1}}
         return Place(
             f"s3://{BUCKET}/{uuid.uuid4().hex}/run.zarr",
             {

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from train import everything
+from waiting import HANG
 
 from distcockpit import DistCockpit, every, kernels, open_run, presets
 from distcockpit import quantities as q
@@ -121,7 +122,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: Any) -
     is_over, waited, put = threading.Event(), [], FolderKeys.put
 
     def hangs(self: FolderKeys, items: Any) -> None:
-        waited.append(is_over.wait(60))
+        waited.append(is_over.wait(HANG))
         put(self, items)
 
     options = {"quantities": "economy", "schedule": every(1), "flush_seconds": 1e-3}

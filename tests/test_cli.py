@@ -26,6 +26,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from train import first_order
+from waiting import HANG, run_program
 from written import Written, model
 
 from distcockpit import DistCockpit, every, open_run
@@ -338,7 +339,7 @@ for command in {commands!r}:
     except SystemExit as end:
         assert not end.code, (command, end.code)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True)
+    run_program(sys.executable, "-c", script)
     assert (tmp_path / "r.html").exists()
 
 
@@ -349,7 +350,7 @@ for command in {commands!r}:
 def test_a_missing_extra_is_named(missing: str, command: str, extra: str, store: Path, tmp_path: Path) -> None:
     arguments = [command, str(store), *with_output(command, tmp_path)]
     script = f"import sys; sys.modules[{missing!r}] = None; from distcockpit.cli import main; main({arguments!r})"
-    done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], timeout=HANG, capture_output=True, text=True)
     assert (
         done.returncode == 2 and f"pip install 'distcockpit[{extra}]'" in done.stderr and done.stderr.count("\n") == 1
     )
@@ -369,11 +370,11 @@ def test_completion_of_a_shell(tmp_path: Path) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
     assert "_distcockpit_completion" in done.stdout, done.stderr
     done = subprocess.run(
-        [program], env={**env, "_DISTCOCKPIT_COMPLETE": "bash_complete"}, capture_output=True, text=True, timeout=60
+        [program], env={**env, "_DISTCOCKPIT_COMPLETE": "bash_complete"}, capture_output=True, text=True, timeout=HANG
     )
     assert done.stdout.strip() == "plain,export"
 
@@ -424,15 +425,12 @@ def test_each_quantity_has_a_line_in_the_terminal(store: Path) -> None:
         assert f" {name} " in shown
 
 
-def terminal(
-    command: list[str], *script: tuple[str, Callable[[], object] | None], seconds: float = 120
-) -> tuple[str, int]:
+def terminal(command: list[str], *script: tuple[str, Callable[[], object] | None]) -> tuple[str, int]:
     """Run in a terminal of its own, and act when a text has been shown; then interrupt, if there was a script.
 
     Args:
         command: What to run.
         script: A text to wait for, and what is done then, one after the other.
-        seconds: At most.
 
     Returns:
         What it showed, and its exit code.
@@ -441,7 +439,7 @@ def terminal(
     if pid == 0:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "50"}
         os.execv(command[0], command)
-    seen, end, waiting, since = "", time.monotonic() + seconds, list(script), 0
+    seen, end, waiting, since = "", time.monotonic() + HANG, list(script), 0
     while time.monotonic() < end:
         ready, _, _ = select.select([here], [], [], 0.2)
         if ready:

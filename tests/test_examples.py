@@ -15,6 +15,7 @@ import pytest
 import xarray as xr
 from test_cli import terminal
 from test_page import get, watching
+from waiting import run_program
 
 from distcockpit import open_run, presets
 from distcockpit.cli import main
@@ -25,8 +26,7 @@ BIN = str(Path(sys.executable).parent)
 
 def run(*command: str, allowed: str = "", **environment: str) -> str:
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program(*command, cwd=ROOT, env=env)
     assert allowed or "Warning" not in done.stderr, done.stderr
     return done.stdout
 
@@ -117,11 +117,18 @@ def test_gpt2(tmp_path: Path) -> None:
 def test_three_bugs_are_found(tmp_path: Path) -> None:
     said = run("torchrun", "--nproc_per_node=4", "examples/three_bugs.py", "--folder", str(tmp_path))
     parts = dict(re.findall(r"^(\w+): ?(.*(?:\n  .*)*)", said, re.MULTILINE))
-    assert "nothing looks wrong" in parts["healthy"]
+    # A rank may be slow where other work is on the machine; nothing else depends on that.
+    healthy = [line for line in parts["healthy"].splitlines() if line and not re.search(r"rank \d is slow", line)]
+    assert healthy in ([], ["nothing looks wrong"])
     page = (ROOT / "docs/three_bugs.md").read_text()
     for bug, words in {
-        "learning_rate": ["wrong: the loss jumps", "look: steps go too far: α is above 0.3"],
-        "one_rank": ["wrong: rank 2 differs: its loss", "wrong: rank 2 differs: its gradient norm"],
+        "learning_rate": [
+            "wrong: NaN or infinity from step",
+            "wrong: the loss is not finite from step",
+            "wrong: the loss jumps",
+            "look: steps go too far: α is above 0.3",
+        ],
+        "one_rank": ["wrong: rank 2 differs: its loss"],
         "vanishing": ["look: the loss does not fall", "wrong: gradients vanish towards the input"],
     }.items():
         for found in words:

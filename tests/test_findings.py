@@ -66,12 +66,17 @@ def test_steps_that_go_too_far(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("when", [slice(1, 4), slice(40, 43)])
-def test_a_loss_that_jumps(tmp_path: Path, when: slice) -> None:
+@pytest.mark.parametrize(
+    "when, severity",
+    [(slice(1, 4), "look"), (slice(40, 43), "look"), (slice(1, 12), "wrong"), (slice(40, 50), "wrong")],
+)
+def test_a_loss_that_jumps(tmp_path: Path, when: slice, severity: str) -> None:
+    """A few rows may be bad batches; more than half of a window are none."""
     loss = FALLING.copy()
     loss[when] = 9.0
     finding = one(found(tmp_path, loss={"loss": loss}), "a loss that jumps or does not fall")
-    assert finding.severity == "wrong" and "the loss jumps: to 9, from" in finding.title
+    assert finding.severity == severity and "the loss jumps: to 9, from" in finding.title
+    assert f"At {when.stop - when.start} of {N} tracked steps" in finding.words
 
 
 def test_one_row_that_is_high_is_chance(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from framework_jobs import MICROS, STEPS
 from loops import shows
 from test_examples import run
 from torch import nn
+from waiting import until
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, GradHist1d, GradNorm, Loss
@@ -373,10 +373,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         theirs.finish()
     assert "no more rows" not in caplog.text
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    history, deadline = history_of(path), time.monotonic() + 120
-    while not history and time.monotonic() < deadline:  # close() waits for a sink no longer than `store_seconds`
-        time.sleep(0.5)
-        history = history_of(path)
+    history = until(lambda: history_of(path))  # close() waits for a sink no longer than `store_seconds`
     losses = {int(row["loss/step"]): float(row["loss/loss"]) for row in history if "loss/loss" in row}
     expected = dict(enumerate(tree["loss"]["loss"].values))
     assert losses == (pytest.approx(expected) if ours else pytest.approx({2: expected[2]}))

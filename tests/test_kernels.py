@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from distcockpit import kernels
 from distcockpit.kernels import numba_cpu, reference
@@ -171,11 +171,12 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def numbers_and_threads(n: int) -> list[tuple[range, int]]:
-    """What parts of the work there were, and on which thread."""
+    """What parts of the work there were, and on which thread; nobody ends a part before a second thread has one."""
+    threads: set[int] = set()
 
     def work(part: slice) -> tuple[range, int]:
-        if part.start:
-            time.sleep(0.05)  # so that others take the other parts
+        threads.add(threading.get_ident())
+        until(lambda: len(threads) > 1 or part == slice(0, n), "a second thread")
         return range(part.start, part.stop), threading.get_ident()
 
     numba_cpu.COMPILED.add((work.__code__, np.dtype(np.float32)))

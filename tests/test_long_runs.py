@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from waiting import run_program
 
 FAULTS = Path(__file__).parent / "faults"
 
 
 def run(*command: str) -> dict[str, float]:
     """The figures that a program prints at its end."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program(sys.executable, *command)
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
 

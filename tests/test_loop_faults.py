@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from loops import shows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from waiting import HANG
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, CompressionError, GradNorm, HessMaxEV, HessTrace, Loss, MeanGSNR, NormTest
@@ -471,12 +472,12 @@ def test_a_thread_that_evaluates_during_the_forward_pass(tmp_path: Path) -> None
     def evaluate(*_: Any) -> None:
         if threading.current_thread() in threads:  # stays in the middle of the model until the step's pass is over
             inside.set()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG)
         elif due:
             due.clear()
             threads.append(threading.Thread(target=run))
             threads[-1].start()
-            assert inside.wait(60)
+            assert inside.wait(HANG)
 
     net[1].register_forward_hook(evaluate)
     quantities = [GradNorm(), MeanGSNR()]

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from waiting import HANG, until
 from written import LAYERS, SHAPES, Written, model
 
 from distcockpit import open_run
@@ -50,7 +50,7 @@ def browser() -> Iterator[Browser]:
         assert not os.environ.get("CI"), "CI must have a browser: .ci/run installs chromium"
         pytest.skip("no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET, timeout=HANG * 1000)
         yield browser
         browser.close()
 
@@ -59,6 +59,8 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A page on which nothing may go wrong, and which may reach nothing but 127.0.0.1."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
+    context.set_default_timeout(HANG * 1000)
+    expect.set_options(HANG * 1000)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -84,18 +86,15 @@ def opened(page: Page, address: str) -> None:
     page.wait_for_selector("html[data-ready=yes]")
 
 
-def until(page: Page, condition: str, seconds: float = 20) -> None:
+def until_true(page: Page, condition: str) -> None:
     """Wait for something in the page; Playwright's own way evaluates texts there, which the page forbids."""
-    end = time.monotonic() + seconds
-    while not page.evaluate(condition):
-        assert time.monotonic() < end, condition
-        page.wait_for_timeout(50)
+    until(lambda: page.evaluate(condition), condition)
 
 
 def traces(page: Page, picture: str) -> list[dict[str, Any]]:
     """What Plotly has drawn: names, visibility and data, decoded."""
     page.locator(f"#{picture}").scroll_into_view_if_needed()
-    until(page, f"document.querySelector('#{picture} .plot').data !== undefined")
+    until_true(page, f"document.querySelector('#{picture} .plot').data !== undefined")
     parts = "name: t.name, visible: t.visible, type: t.type, x: Array.from(t.x || []), y: Array.from(t.y || [])"
     cells = "z: t.z ? Array.from(t.z, row => Array.from(row)) : null"
     return page.evaluate(f"document.querySelector('#{picture} .plot')._fullData.map(t => ({{{parts}, {cells}}}))")
@@ -154,7 +153,7 @@ def test_zoom_hover_and_pages(page: Page, tmp_path: Path) -> None:
     page.mouse.move(x + box["width"] / 4, y, steps=6)
     page.mouse.up()
     ends = "document.querySelector('#gradient_tests .plot').layout.xaxis.range"
-    until(page, f"(r => r[0] > 10 && r[1] < 35)({ends})")
+    until_true(page, f"(r => r[0] > 10 && r[1] < 35)({ends})")
     value = float(open_run(store)["norm_test"]["norm_test"].values[25])
     page.evaluate(
         "Plotly.Fx.hover(document.querySelector('#gradient_tests .plot'), [{curveNumber: 0, pointNumber: 25}])"
@@ -236,12 +235,12 @@ def watching(*arguments: str) -> Generator[tuple[str, subprocess.Popen[str]], No
     try:
         assert process.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-        assert found, process.communicate(timeout=30)
+        assert found, process.communicate(timeout=HANG)
         yield found.group(), process
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15)
+            process.wait(HANG)
         process.kill()
         process.wait()
 
@@ -265,18 +264,18 @@ def test_the_live_page_grows_with_the_run(page: Page, tmp_path: Path) -> None:
         assert files(written.path) == before  # nothing is written into the run
         rows(written, 20, rank_disagreement={"loss": np.tile([1.0, 9.0, 1.0, 1.0], (20, 1))})
         shown = "document.querySelector('#alpha .plot')._fullData.find(t => t.name === 'each row')"
-        until(page, f"{shown}._length === 50")
+        until_true(page, f"{shown}._length === 50")
         assert page.evaluate("document.querySelector('#alpha .plot').layout.xaxis.range") == [5, 20]  # the zoom stays
         assert page.locator("#filter").input_value() == "0."
         expect(page.locator("#live")).to_contain_text("live")
         assert {t["name"] for t in traces(page, "grad_norm") if t["visible"] is True} == {"0.weight", "0.bias", "all"}
         shutil.move(written.path, tmp_path / "away")
-        expect(page.locator("#live.lost")).to_contain_text("nothing is there", timeout=10_000)
+        expect(page.locator("#live.lost")).to_contain_text("nothing is there")
         shutil.move(tmp_path / "away", written.path)
-        expect(page.locator("#live.lost")).to_have_count(0, timeout=10_000)
+        expect(page.locator("#live.lost")).to_have_count(0)
         written.close()
-        expect(page.locator("#runs")).to_contain_text("closed", timeout=20_000)
-    expect(page.locator("#live.lost")).to_contain_text("has ended", timeout=10_000)
+        expect(page.locator("#runs")).to_contain_text("closed")
+    expect(page.locator("#live.lost")).to_contain_text("has ended")
 
 
 def test_a_run_without_rows_is_waited_for(page: Page, tmp_path: Path) -> None:
@@ -285,14 +284,14 @@ def test_a_run_without_rows_is_waited_for(page: Page, tmp_path: Path) -> None:
         opened(page, address)
         expect(page.locator("#findings")).to_contain_text("No rows yet.")
         rows(written, 12)
-        expect(page.locator(".picture h3", has_text="effective step size")).to_be_visible(timeout=20_000)
+        expect(page.locator(".picture h3", has_text="effective step size")).to_be_visible()
         expect(page.locator("#findings")).not_to_contain_text("No rows yet.")
     written.close()
 
 
 def get(address: str, path: str = "/", host: str | None = None) -> tuple[int, str]:
     place = address.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection(place, timeout=20)
+    connection = http.client.HTTPConnection(place, timeout=HANG)
     connection.request("GET", path, headers={"Host": host or place})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -314,7 +313,7 @@ def test_the_server_is_for_this_machine_alone(tmp_path: Path) -> None:
             with pytest.raises(OSError), socket.create_connection((other, port), timeout=2):
                 pass
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) in (0, 130, -2)
+        assert process.wait(HANG) in (0, 130, -2)
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 

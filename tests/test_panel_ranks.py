@@ -25,6 +25,9 @@ from distcockpit.quantities.replica_drift import digest
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+SLOW = 2.0  # seconds
+
+
 def unhealthy(rank: int, size: int, group: Any, store: str, fault: str) -> None:
     net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
     model = DistributedDataParallel(net, process_group=group)
@@ -33,18 +36,18 @@ def unhealthy(rank: int, size: int, group: Any, store: str, fault: str) -> None:
     with DistCockpit(
         model, loss_fn, optimizer, store=store, quantities=[q.RankHealth(), q.RankDisagreement()], schedule=every(1)
     ) as cockpit:
-        for step in range(6):
+        for step in range(4):
             x, y = cases.data("mlp", "mean", step)
             x, y = x[rank::size], y[rank::size]
             if faulty and fault == "loader":
-                time.sleep(0.15)
+                time.sleep(SLOW)
             if faulty and fault == "input":
                 x[1, 0] = torch.nan
             if faulty and fault == "weight":
                 net[2].weight.data[0, 0] = torch.inf
             optimizer.zero_grad()
             with cockpit.track(step):
-                handle = net[2].register_forward_pre_hook(lambda *_: time.sleep(0.15 * (faulty and fault == "forward")))
+                handle = net[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW * (faulty and fault == "forward")))
                 z = cockpit(x)
                 if faulty and fault == "backward":
                     z.register_hook(lambda g: g * torch.inf)
@@ -74,13 +77,13 @@ def test_health_names_rank_and_layer(
 
 @pytest.mark.parametrize("fault, where", [("loader", "outside_seconds"), ("forward", "forward_seconds")])
 def test_health_shows_the_slow_rank(ranks: Ranks, tmp_path: Path, fault: str, where: str) -> None:
-    """It sleeps for 0.15 s; the others wait in their backward pass."""
+    """It sleeps, for longer than any scheduler lets a process wait; the others wait in their backward pass."""
     ranks.run(4, unhealthy, str(tmp_path / "run"), fault)
     health = open_run(tmp_path / "run")["rank_health"].to_dataset().isel(step=slice(1, None)).median("step")
-    assert health[where].values.argmax() == 2 and health[where].sel(rank=2) > 0.15
-    assert (health[where].sel(rank=[0, 1, 3]) < 0.1).all()
+    assert health[where].values.argmax() == 2 and health[where].sel(rank=2) >= SLOW
+    assert (health[where].sel(rank=[0, 1, 3]) < SLOW / 2).all()
     waiting = health["track_seconds"] - health["forward_seconds"]
-    assert (waiting.sel(rank=[0, 1, 3]) > 0.1).all() and waiting.sel(rank=2) < 0.1
+    assert (waiting.sel(rank=[0, 1, 3]) > SLOW / 2).all() and waiting.sel(rank=2) < SLOW / 2
 
 
 def drift(rank: int, size: int, group: Any, store: str) -> list[str]:
@@ -190,9 +193,7 @@ def test_a_rank_that_fails_half_way_leaves_nobody_waiting(
     ranks: Ranks, tmp_path: Path, where: str, eigenvalue: bool
 ) -> None:
     """The others stop at once: at a first step they compare their sums, and before an iteration they ask."""
-    began = time.monotonic()
     said = ranks.run(4, fail_half_way, str(tmp_path / "run"), where, eigenvalue)
-    assert time.monotonic() - began < 60
     assert said[1][0] == "no memory for blocks" and "earlier tracked step failed" in said[1][1]
     for rank in (0, 2, 3):
         if eigenvalue and where != "local":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG, run_program, until
 
 from distcockpit import open_run
 from distcockpit.run import verify
@@ -42,15 +43,23 @@ class Worker:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, text: str, seconds: float = 90) -> None:
-        end = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < end and self.process.poll() is None, self.text
-            time.sleep(0.02)
+    def wait_for(self, text: str) -> None:
+        until(lambda: text in self.text or self.process.poll() is not None, lambda: self.text)
+        assert text in self.text
 
-    def ends(self, seconds: float = 90) -> int:
+    def waits(self) -> bool:
+        """Whether the main thread sleeps, and has been asleep for half a second: it is in an exchange."""
+        stat = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
+        seen = set()
+        for _ in range(10):
+            state, *rest = stat.read_text().rpartition(")")[2].split()
+            seen.add((state, *rest[10:12]))  # with the time that it has used
+            time.sleep(0.05)
+        return len(seen) == 1 and seen.pop()[0] == "S"
+
+    def ends(self) -> int:
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(HANG)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hangs: {self.text}") from None
 
@@ -73,13 +82,13 @@ def rows(tmp_path: Path, name: str = "loss") -> list[int]:
     return list(open_run(tmp_path / "run")[name]["step"].values)
 
 
-SHORT = {"timeout_seconds": 6, "flush_seconds": 1000}
+SHORT = {"timeout_seconds": 20, "flush_seconds": 1000}
 
 
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=6"]),
+        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=20"]),
         ("skip", ["ranks are at different steps: rank 0 tracks step 3, rank 1 tracks step 4"]),
         ("leave", ["closed after step 2", "Join([ddp, cockpit])"]),
     ],
@@ -120,13 +129,11 @@ def test_all_ranks_are_killed(tmp_path: Path) -> None:
 
 
 def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
-    """Rank 1 hangs, rank 0 ends without having closed: it is gone in seconds, and its rows are there."""
-    with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=SHORT) as (first, second):
+    """Rank 1 hangs, rank 0 ends without having closed: it ends all the same, and its rows are there."""
+    for_ever = {"timeout_seconds": 10**6, "flush_seconds": 1000}
+    with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=for_ever) as (first, second):
         second.wait_for("step 2")
-        first.wait_for("exits")
-        began = time.monotonic()
-        assert first.ends(20) == 0
-        assert time.monotonic() - began < 10
+        assert first.ends() == 0
         assert second.process.poll() is None
     assert rows(tmp_path) == [0, 1, 2] and open_run(tmp_path / "run").attrs["state"] == "running"
 
@@ -137,19 +144,17 @@ def test_sigterm(tmp_path: Path, stuck: bool) -> None:
     size = 2 if stuck else 1
     options: dict[str, Any] = {"faults": {"1": ["stall", 3]}} if stuck else {"pause": 0.05}
     with job(
-        tmp_path, size, steps=10**6, cockpit={"flush_seconds": 1000, "timeout_seconds": 100}, **options
+        tmp_path, size, steps=10**6, cockpit={"flush_seconds": 1000, "timeout_seconds": 10**6}, **options
     ) as workers:
         workers[0].wait_for("step 2")
-        time.sleep(1)
+        if stuck:
+            until(workers[0].waits)
         workers[0].process.send_signal(signal.SIGTERM)
         if stuck:
-            end = time.monotonic() + 20
-            while rows(tmp_path) != [0, 1, 2]:
-                assert time.monotonic() < end, rows(tmp_path)
-                time.sleep(0.1)
+            until(lambda: rows(tmp_path) == [0, 1, 2], lambda: rows(tmp_path))
             assert workers[0].process.poll() is None  # still waits for the other rank, as it would without us
         else:
-            assert workers[0].ends(20) == -signal.SIGTERM
+            assert workers[0].ends() == -signal.SIGTERM
     told = [int(line.split()[1]) for line in workers[0].text.splitlines() if line.startswith("step")]
     assert rows(tmp_path)[: len(told)] == told and len(told) > 2
 
@@ -158,7 +163,7 @@ def test_a_handler_of_the_user_still_runs(tmp_path: Path) -> None:
     with job(tmp_path, 1, steps=10**6, pause=0.05, user_handler=True, cockpit={"flush_seconds": 1000}) as (worker,):
         worker.wait_for("step 2")
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.ends(20) == 7
+        assert worker.ends() == 7
     assert len(rows(tmp_path)) > 2
 
 
@@ -174,8 +179,7 @@ def test_elastic_restart_resumes_the_store(tmp_path: Path) -> None:
     command += [str(WORKER), str(tmp_path / "run"), json.dumps(options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or gloo finds addresses of the ranks that died
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(*command, env=environment)
     run = open_run(tmp_path / "run").load()
     for name in ("loss", "mean_gsnr", "grad_hist_1d", "update_size", "log"):
         assert list(run[name]["step"].values) == list(range(12)), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from waiting import run_program
 from written import SHAPES, Written
 
 from distcockpit import open_run
@@ -55,7 +55,7 @@ def test_data_are_read_when_they_are_used(written: Written) -> None:
         "assert alpha.chunks is None and not alpha.variable._in_memory\n"
         "assert alpha.values.shape == (5,)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run_program(sys.executable, "-c", script)
 
 
 def test_only_committed_rows_are_there(written: Written) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ import xarray as xr
 import zarr
 from stores import S3, Place, place
 from torch import nn
+from waiting import run_program
 from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from distcockpit import DistCockpit, every, open_run
@@ -157,9 +156,7 @@ def test_one_writer(where: Place) -> None:
                 RunStore(keys(where), mode, GROUPS, NOTHING, lock_seconds=200)
     run.append("a", 0, {"x": 1.0, "v": np.ones(3)}, AT)
     run.commit()
-    began = time.monotonic()
     second = RunStore(keys(where), "a", GROUPS, NOTHING, lock_seconds=1.5)  # the first one gives no sign any more
-    assert time.monotonic() - began < 20
     second.begin(1, {})
     second.append("a", 1, {"x": 2.0, "v": np.ones(3)}, AT)
     second.commit()
@@ -183,12 +180,10 @@ from pathlib import Path
 RunStore(FolderKeys(Path({str(tmp_path / "run")!r})), "w-", {{}}, {{"parameters": {{}}, "config": {{}}}})
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    began = time.monotonic()
+    run_program(sys.executable, "-c", script)
     with pytest.raises(FileExistsError, match="already holds"):
         RunStore(keys_of(tmp_path / "run"), "w-", {}, NOTHING)
-    RunStore(keys_of(tmp_path / "run"), "a", {}, NOTHING, lock_seconds=1000).release()
-    assert time.monotonic() - began < 10
+    RunStore(keys_of(tmp_path / "run"), "a", {}, NOTHING, lock_seconds=10**6).release()  # it does not wait
 
 
 def test_a_foreign_place_is_left_alone(where: Place) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from waiting import run_program
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.keys import FolderKeys
@@ -548,7 +548,7 @@ cockpit = DistCockpit(nn.Linear(2, 2), None, store={str(tmp_path / "run")!r}, qu
 for step in range(5):
     cockpit.log(step, value=step)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run_program(sys.executable, "-c", script)
     assert list(open_run(tmp_path / "run")["log"]["value"].values) == [0, 1, 2, 3, 4]
 
 

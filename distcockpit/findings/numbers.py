@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.findings.rule import LOOK, RANKS, STEP, WINDOW, WRONG, Told, listed, rule
+from distcockpit.findings.rule import LOOK, RANKS, STEP, WINDOW, WRONG, Told, listed, rule, windows
 from distcockpit.names import plain
 from distcockpit.rows import in_blocks
 
@@ -42,7 +42,7 @@ def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
         if 0 < index < len(names):
             where.append(f"the first layer with such an {what} is {plain(names[index])}")
     told = f"; {' and '.join(where)}" if where else ""
-    lasts = found[-1] >= rows - 2
+    lasts = bool(bad[-2:].any(axis=1).all())
     yield {
         "severity": WRONG if lasts else LOOK,
         "title": f"NaN or infinity {'from' if lasts else 'at'} step {int(steps[first])} on rank {listed(ranks)}",
@@ -88,14 +88,15 @@ def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
         return
     begin, last = loss[:3].min(), loss[-WINDOW:]
     end, scatter = np.median(last), np.median(np.abs(last - np.median(last))) * 1.5
-    above = np.count_nonzero(loss > 1.5 * begin)
+    high = 1.5 * begin
+    above, stays = np.count_nonzero(loss > high), bool((windows(loss) > high).any())
     if begin > 0 and above >= 2:
         yield {
-            "severity": WRONG,
+            "severity": WRONG if stays else LOOK,
             "title": f"the loss jumps: to {loss.max():.3g}, from {begin:.3g} at the start",
-            "words": f"At {above} of {len(loss)} tracked steps it is more than 1.5 times what it was at the start; "
-            f"now it is "
-            f"{end:.3g}. A learning rate that is too large is the usual cause, or data that are not what the rest is.",
+            "words": f"At {above} of {len(loss)} tracked steps it is more than 1.5 times what it was at the start"
+            f"{', and stays there for a while' if stays else ', a few at a time'}; now it is {end:.3g}. A learning "
+            "rate that is too large is the usual cause, or data that are not what the rest is.",
         }
     elif len(loss) >= 5 * WINDOW and end > begin - max(0.02 * abs(begin), 2 * scatter):
         yield {

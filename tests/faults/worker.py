@@ -37,10 +37,10 @@ def main() -> None:
     if size > 1:
         file = os.environ.get("RENDEZVOUS")
         method = {"init_method": f"file://{file}", "rank": rank, "world_size": size} if file else {}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60), **method)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=600), **method)
         model = DistributedDataParallel(net) if options.get("ddp", True) else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    settings = {"schedule": every(1), "timeout_seconds": 60, **options.get("cockpit", {})}
+    settings = {"schedule": every(1), "timeout_seconds": 600, **options.get("cockpit", {})}
     checkpoint = Path(options.get("checkpoint", store + ".pt"))
     quantities = [Loss(), MeanGSNR(), GradHist1d(bins=20), UpdateSize()]
     quantities += [HessTrace()] if options.get("slow") else []
@@ -61,7 +61,7 @@ def main() -> None:
             if step == at and fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == at and fault == "stall":
-                time.sleep(options.get("stall_seconds", 60))
+                time.sleep(10**6)
             if step == at and fault == "leave":
                 break
             generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -85,15 +85,13 @@ def main() -> None:
             say("step", step)
             time.sleep(options.get("pause", 0))
         if options.get("hang_at_end") == rank:
-            time.sleep(60)
+            time.sleep(10**6)
         if options.get("forget") != rank:
             cockpit.close()
             say("closed")
     except RuntimeError as error:
         say("error", " ".join([str(error), *getattr(error, "__notes__", [])]).replace("\n", " "))
-        say("exits", time.time())
         sys.exit(3)
-    say("exits", time.time())
 
 
 if __name__ == "__main__":
