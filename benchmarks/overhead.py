@@ -2,6 +2,7 @@
 
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
+    python -m benchmarks.overhead --model gpt          # a GPT of 10.9 million parameters, 8 x 128 tokens: one slow route
     python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8: one slow route
     python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64: two slow routes
 
@@ -27,7 +28,7 @@ from distcockpit import presets
 
 PERIOD = 16
 EVERY_PERIOD = f"economy, every {PERIOD}th step"
-SLOW = {"gpt2": ["*.wpe"], "vit": [""]}  # layers with slow routes, of models that are no chains
+SLOW = {"gpt": ["positions"], "gpt2": ["*.wpe"], "vit": [""]}  # layers with slow routes, of models that are no chains
 
 
 def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
@@ -54,7 +55,7 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt2", "vit"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt", "gpt2", "vit"], default="mlp")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each loop in a round, at least one step")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")

@@ -59,6 +59,40 @@ class Gpt2(nn.Module):
         return self.head(self.body(x).last_hidden_state[:, -1])
 
 
+class Gpt(nn.Module):
+    """A GPT of 10.9 million parameters as people write it: learned positions, a head tied to the tokens."""
+
+    def __init__(self, vocabulary: int = 512, length: int = 128, width: int = 384, depth: int = 6) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, 6) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores ``[batch, length, vocabulary]`` of the next token."""
+        return self.head(self.norm(self.blocks(self.tokens(x) + self.positions(torch.arange(x.shape[1])))))
+
+
+class GptBlock(nn.Module):
+    """Attention and two linear layers, each behind a layer norm and beside a skip."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape, ``[batch, length, width]``."""
+        parts = self.attention(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        z = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.projection(z.transpose(1, 2).flatten(2))
+        return x + self.body(self.norm2(x))
+
+
 class VisionTransformer(nn.Module):
     """A class token and positions of its own, which take a slow route, and dropout."""
 
@@ -82,6 +116,8 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
     if kind == "mlp":
         layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
         return nn.Sequential(*layers), torch.rand(128, 784)
+    if kind == "gpt":
+        return Gpt(), torch.randint(512, (8, 128))
     if kind == "gpt2":
         return Gpt2(), torch.randint(67, (8, 48))
     if kind == "vit":
@@ -116,7 +152,8 @@ class Loop:
         **options: Any,
     ) -> None:
         self.model, self.x, self.step = model, x, 0
-        self.y = torch.randint(10, (len(x),), generator=torch.Generator().manual_seed(0))
+        shape = x.shape if isinstance(model, Gpt) else x.shape[:1]  # a class for each token, or each sample
+        self.y = torch.randint(10, shape, generator=torch.Generator().manual_seed(0))
         self.loss_fn = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         options |= {"enabled": False, "store": ""} if store is None else {"store": store, "quantities": quantities}
@@ -126,7 +163,7 @@ class Loop:
         """One step."""
         self.optimizer.zero_grad()
         with self.cockpit.track(self.step):
-            self.loss_fn(self.cockpit(self.x), self.y).backward()
+            self.loss_fn(self.cockpit(self.x).flatten(0, -2), self.y.flatten()).backward()
         self.optimizer.step()
 
     def advance(self, steps: int) -> float:

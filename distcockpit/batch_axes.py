@@ -87,14 +87,17 @@ class BatchAxes:
         problem = ""
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            for only_first in (True, False):
+            for only_first in (False, True):  # a tensor may have the batch's length by chance, and must not grow then
                 shapes.clear()
                 try:
                     more = self._with_one_more(forward, only_first)
                     with torch.no_grad(), replayed(model, more, statistics, ModuleStates.take(model)):
-                        return dict(shapes)
+                        if _grew(forward, shapes):
+                            return dict(shapes)
+                    problem = problem or "nothing that it computes grew"
                 except Exception as error:  # the user's model: anything
-                    problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
+                    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
+                    problem = problem or text
         finally:
             for handle in handles:
                 handle.remove()
@@ -170,6 +173,12 @@ def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     """Shapes do not depend on them."""
     like = next((t for t in (norm.running_mean, norm.weight) if t is not None), torch.zeros(()))
     return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
+
+
+def _grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:
+    """Whether any output of the model, or of a module in it, has other shapes than in the pass."""
+    seen = [("", 0, shapes_of(forward.output)), *((use.layer.path, use.call, use.shapes) for use in forward.uses)]
+    return any(call < len(more.get(path, ())) and more[path][call] != shapes for path, call, shapes in seen)
 
 
 def shapes_of(output: Any) -> Shapes:

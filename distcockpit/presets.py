@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distcockpit import quantities as q
-from distcockpit.schedules import Schedule
+from distcockpit.schedules import Schedule, every
 
 
 def _distributed(schedule: Schedule | None) -> list[q.Quantity]:
@@ -39,13 +39,13 @@ def full(schedule: Schedule | None = None) -> list[q.Quantity]:
 
 
 def layers(schedule: Schedule | None = None) -> list[q.Quantity]:
-    """Layer by layer: outputs, parameters, gradients, updates."""
+    """Layer by layer: outputs, parameters, gradients, updates; condition numbers at every 100th step, if not told."""
     return [
         q.OutputNorm(schedule=schedule),
         q.OutputActivation(schedule=schedule),
         q.OutputGradientGeometry(schedule=schedule),
         q.ParameterNorm(schedule=schedule),
-        q.ParameterCondition(schedule=schedule),
+        q.ParameterCondition(schedule=schedule or every(100)),
         q.GradientGeometry(schedule=schedule),
         q.GradientActivation(schedule=schedule),
         q.UpdateGeometry(schedule=schedule),

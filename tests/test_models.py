@@ -295,12 +295,62 @@ def test_a_model_of_one_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixt
             loss_fn(cockpit(x), y).backward()
         assert cockpit.coverage()["positions.weight"].route == "slow exact fallback"
     assert "could not be called with one sample more (AssertionError" in caplog.text
-    rows = []
-    for loss in nn.functional.cross_entropy(net(x), y, reduction="none"):
-        rows.append([g.double().numpy() for g in torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)])
-    batch = oracle.Batch(np.zeros(6), {str(k): np.stack([r[k] for r in rows]) for k in range(3)}, {}, {})
-    values = open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"]
-    np.testing.assert_allclose(values, [oracle.mean_gsnr(batch)], rtol=1e-4)
+    compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x), y, reduction="none"))
+
+
+def compare_gsnr(store: Path, net: nn.Module, losses: torch.Tensor) -> None:
+    """The one row of a store, and autograd's sample by sample."""
+    parameters, rows = dict(net.named_parameters()), []
+    for loss in losses:
+        rows.append([g.double().numpy() for g in torch.autograd.grad(loss, [*parameters.values()], retain_graph=True)])
+    gradients = {name: np.stack([row[k] for row in rows]) for k, name in enumerate(parameters)}
+    expected = oracle.mean_gsnr(oracle.Batch(np.zeros(len(losses)), gradients, {}, {}))
+    np.testing.assert_allclose(open_run(store)["mean_gsnr"]["mean_gsnr"], [expected], rtol=1e-4)
+
+
+class Packed(nn.Module):
+    """Sequences of lengths that are given, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.rnn(packed)[1][0])
+
+
+def test_sequences_that_are_not_sorted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a longer batch and the lengths of before, packing silently takes the samples that have one."""
+    torch.manual_seed(3)
+    net, loss_fn, x, y = Packed(), nn.CrossEntropyLoss(), torch.randn(5, 7, 4), torch.arange(5)
+    lengths = torch.tensor([3, 7, 2, 6, 5])
+    options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit(x, lengths), y).backward()
+    assert "one sample more" not in caplog.text
+    compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x, lengths), y, reduction="none"))
+
+
+class Pooled(nn.Module):
+    """What it takes of the samples does not depend on their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x[:3])
+
+
+def test_it_is_told_when_nothing_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, loss_fn, x, y = Pooled(), nn.CrossEntropyLoss(), torch.randn(5, 6), torch.arange(3)
+    options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+    with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
+        with pytest.raises(ValueError, match="has no batch axis"), cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+    assert "could not be called with one sample more (nothing that it computes grew)" in caplog.text
 
 
 def test_more_samples_after_one(tmp_path: Path) -> None:

@@ -248,6 +248,20 @@ def test_condition_of_a_matrix_without_full_rank(tmp_path: Path) -> None:
     np.testing.assert_allclose(run["parameter_condition"]["spectral_norm"][0], [np.sqrt(48), 0])
 
 
+@pytest.mark.parametrize("condition", [1.0, 1e3, 0.9e4, 1.1e4, 1e6, 1e9])
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+@pytest.mark.parametrize("shape", [(9, 40), (40, 9), (12, 12)])
+def test_condition_numbers_are_precise(condition: float, scale: float, shape: tuple[int, int]) -> None:
+    """Where squares would lose digits, overflow or vanish, too."""
+    random = np.random.default_rng(0)
+    n = min(shape)
+    left, right = (np.linalg.qr(random.normal(size=(length, n)))[0] for length in shape)
+    matrix = (left * (scale * np.geomspace(1, 1 / condition, n))) @ right.T
+    row = q.ParameterCondition().finalize({"w": matrix}, 1)
+    np.testing.assert_allclose(row["parameter_condition"], [condition], rtol=1e-7)
+    np.testing.assert_allclose(row["spectral_norm"], [scale], rtol=1e-12)
+
+
 def test_no_update_without_a_step_of_the_optimizer(tmp_path: Path) -> None:
     net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
     x, y = cases.data("mlp", "mean", 0)
