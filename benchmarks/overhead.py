@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
-    python -m benchmarks.overhead --model gpt          # a GPT of 10.9 million parameters, 8 x 128 tokens: one slow route
+    python -m benchmarks.overhead --model gpt          # a GPT of 10.9 million parameters, 8 x 128 tokens
     python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8: one slow route
     python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64: two slow routes
 
