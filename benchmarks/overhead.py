@@ -3,8 +3,8 @@
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
     python -m benchmarks.overhead --model gpt          # a GPT of 10.9 million parameters, 8 x 128 tokens
-    python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8: one slow route
-    python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64: two slow routes
+    python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8
+    python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64
 
 One process. All loops are interleaved in rounds, so that a drift of the machine hits all alike; the table shows medians
 over rounds of the ratio to the plain steps of the same round, and quartiles. "plain again" is the same as plain: its
@@ -28,7 +28,11 @@ from distcockpit import presets
 
 PERIOD = 16
 EVERY_PERIOD = f"economy, every {PERIOD}th step"
-SLOW = {"gpt": ["positions"], "gpt2": ["*.wpe"], "vit": [""]}  # layers with slow routes, of models that are no chains
+OUTSIDE = {
+    "gpt": ["positions"],
+    "gpt2": ["*.wpe"],
+    "vit": [""],
+}  # layers that no module serves, of models that are no chains
 
 
 def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
@@ -45,9 +49,9 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
         found[name] = Loop(*fresh(), folder / name, VARIANTS[name])
     if "economy" in names:
         found[EVERY_PERIOD] = Loop(*fresh(), folder / "period", presets.economy(), PERIOD)
-    if kind in SLOW and "economy" in names:
-        found["economy, no slow route"] = Loop(*fresh(), folder / "fast", presets.economy(), exclude=SLOW[kind])
-    if kind not in SLOW and has_cockpit():
+    if kind in OUTSIDE and "economy" in names:
+        found["economy, modules alone"] = Loop(*fresh(), folder / "fast", presets.economy(), exclude=OUTSIDE[kind])
+    if kind not in OUTSIDE and has_cockpit():
         for name in set(COCKPITS).intersection(names):
             found[f"Cockpit: {name}"] = CockpitLoop(*fresh(), name)
     return found
@@ -62,7 +66,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all measurements here")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of Cockpit's, about BackPACK's hooks
-    names = args.only or [name for name in VARIANTS if args.model not in SLOW or name not in CHAINS_ONLY]
+    names = args.only or [name for name in VARIANTS if args.model not in OUTSIDE or name not in CHAINS_ONLY]
     with tempfile.TemporaryDirectory() as folder:
         running = loops(args.model, Path(folder), names)
         steps = {}

@@ -94,7 +94,7 @@ class GptBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A class token and positions of its own, which take a slow route, and dropout."""
+    """A class token and positions of its own, which no module serves, and dropout."""
 
     def __init__(self, patches: int = 16, width: int = 64, depth: int = 4) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.captured import ForwardPass
+from distcockpit.gradients.functions import CALLS, Functions, Watch, watched
 from distcockpit.gradients.uses import Axes, Shapes
 from distcockpit.layers import training_batchnorms
 from distcockpit.module_state import ModuleStates
@@ -44,25 +46,28 @@ class BatchAxes:
         """The length of the batch axis of the first tensor that has one."""
         return next((t.shape[self.batch_dim] for t in tensors(tree) if t.dim() > self.batch_dim), None)
 
-    def settle(self, model: nn.Module, passes: Sequence[ForwardPass]) -> None:
+    def settle(self, model: nn.Module, passes: Sequence[ForwardPass], functions: Functions | None = None) -> None:
         """A step has ended: if it met a module that was not known, look, and correct what was guessed of it.
 
         Args:
             model: The bare module.
             passes: The forward passes of the step.
+            functions: Whose calls are uses beside those of modules.
         """
         first = next((forward for forward in passes if forward.batch_size), None)
         if self._met_unknown and first is not None and not self.failed and not self.is_settled:
-            self._look(model, first, passes)
+            self._look(model, first, passes, functions)
         for forward in passes:
             known = next(iter(self._known.get("", [])), ())
             forward.is_prediction = 0 <= forward.loss_position < len(known) and known[forward.loss_position] is not None
 
-    def _look(self, model: nn.Module, first: ForwardPass, passes: Sequence[ForwardPass]) -> None:
+    def _look(
+        self, model: nn.Module, first: ForwardPass, passes: Sequence[ForwardPass], functions: Functions | None
+    ) -> None:
         if first.writes_parameters:
             self._give_up("its forward writes to its parameters")
             return
-        grown = self._call_with_one_more(model, first)
+        grown = self._call_with_one_more(model, first, functions)
         if grown is None:
             return
         self._met_unknown, before = False, sum(map(len, self._known.values()))
@@ -75,7 +80,9 @@ class BatchAxes:
                 use.settle(self.of(use.layer.path, use.call, use.shapes, forward.batch_size))
             forward.axes = self.of("", 0, shapes_of(forward.output), forward.batch_size)
 
-    def _call_with_one_more(self, model: nn.Module, forward: ForwardPass) -> dict[str, list[Shapes]] | None:
+    def _call_with_one_more(
+        self, model: nn.Module, forward: ForwardPass, functions: Functions | None
+    ) -> dict[str, list[Shapes]] | None:
         """The shapes of all outputs when the last sample is there twice; ``None`` if that is not possible."""
         shapes: dict[str, list[Shapes]] = defaultdict(list)
         handles = [
@@ -85,15 +92,25 @@ class BatchAxes:
             for path, module in model.named_modules()
         ]
         problem = ""
+        device, called = next(model.parameters()).device, functions.called if functions is not None else {}
+        watch = Watch(
+            called,
+            forward.batch_size + 1,
+            device,
+            lambda _recording, _given, output, _drawn: shapes[CALLS].append(shapes_of(output)),
+        )
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            for only_first in (False, True):  # a tensor may have the batch's length by chance, and must not grow then
+            best: dict[str, list[Shapes]] | None = None
+            for only_first in (True, False):  # others may have the batch's length by chance
                 shapes.clear()
                 try:
                     more = self._with_one_more(forward, only_first)
-                    with torch.no_grad(), replayed(model, more, statistics, ModuleStates.take(model)):
-                        if _grew(forward, shapes):
+                    see = watched(model, watch, self.batch_dim, forward.batch_size + 1) if called else nullcontext()
+                    with torch.no_grad(), see, replayed(model, more, statistics, ModuleStates.take(model)):
+                        if _output_grew(forward, shapes):
                             return dict(shapes)
+                    best = best or (dict(shapes) if _anything_grew(forward, shapes) else None)
                     problem = problem or "nothing that it computes grew"
                 except Exception as error:  # the user's model: anything
                     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
@@ -101,8 +118,9 @@ class BatchAxes:
         finally:
             for handle in handles:
                 handle.remove()
-        self._give_up(problem)
-        return None
+        if best is None:
+            self._give_up(problem)
+        return best
 
     def _give_up(self, why: str) -> None:
         self.failed = True
@@ -175,7 +193,12 @@ def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
 
 
-def _grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:
+def _output_grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:
+    """Whether what the model returns has other shapes than in the pass; packed sequences may lose a sample."""
+    return any(shapes_of(forward.output) != shapes for shapes in more.get("", ()))
+
+
+def _anything_grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:
     """Whether any output of the model, or of a module in it, has other shapes than in the pass."""
     seen = [("", 0, shapes_of(forward.output)), *((use.layer.path, use.call, use.shapes) for use in forward.uses)]
     return any(call < len(more.get(path, ())) and more[path][call] != shapes for path, call, shapes in seen)

@@ -35,6 +35,7 @@ from distcockpit.captured import (
     returned_any,
     scalar_output,
 )
+from distcockpit.gradients.functions import CALLS, Functions, Recording, Watch, away, batched
 from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer, Use
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
@@ -107,6 +108,7 @@ class Capture:
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
+        self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
         self._runs = Runs(model)
         self._parameters = ""
         self.forward_seconds = 0.0
@@ -123,12 +125,16 @@ class Capture:
         keep = self._handles.append
         keep(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True))
         for layer in self._layers:
+            if layer.module is self._functions:
+                continue
             if _is_rerun(layer):
                 keep(layer.module.register_forward_pre_hook(self._enter_rerun_layer, with_kwargs=True, prepend=True))
             keep(layer.module.register_forward_hook(self._leave_layer(layer), with_kwargs=True, prepend=True))
         keep(self._model.register_forward_hook(self._leave_model, prepend=False, always_call=True))
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(self._leave_wrapper))
+        if self._functions is not None:
+            self._handles += away(self._model, lambda: self._calls[-1].watch if self._calls else None)
         if self._loss.module is not None and is_decomposable(self._loss.module):
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
@@ -179,12 +185,21 @@ class Capture:
         batch_size = self._infer_batch_size(args, kwargs)
         # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
         self._own = OwnCopies(tensors((args, kwargs)) if self._copies else ())
+        batch = batched((args, kwargs), self._axes.batch_dim, batch_size)
         args, kwargs = map_tensors(self._own, (args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
         micro.passes.append(self._pass)
         self._calls[-1].made = self._pass
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
+        if self._functions is not None:
+            watch = Watch(self._functions.called, batch_size, self._device, self._use_function)
+            watch.mark(batch)
+            for call in self._calls:
+                if call.watch is not None:
+                    call.watch.is_muted = True
+            watch.enter()
+            self._calls[-1].watch = watch
 
     def _fingerprint(self) -> str:
         """Of the parameters, to see whether the forward pass leaves them alone."""
@@ -217,6 +232,11 @@ class Capture:
         if self._looks_away or not self._calls:
             return output
         call = self._calls.pop()
+        if call.watch is not None:
+            call.watch.leave()
+            if self._calls and (outer := self._calls[-1].watch) is not None:
+                outer.is_muted = False
+                outer.mark(tensors(output))
         if output is None and sys.exc_info()[0] is not None:  # the forward raised; a loop may catch that, and try again
             if call.made is not None:
                 self._forget(call.made)
@@ -319,6 +339,48 @@ class Capture:
                     self._on_gradient(source, collector(add, view), use)
 
         return hook
+
+    def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
+        """A function was called with parameters that no module serves, and with something of the batch."""
+        forward, functions = self._pass, self._functions
+        if forward is None or functions is None:
+            return
+        call, shapes = forward.calls[CALLS], shapes_of(output)
+        forward.calls[CALLS] += 1
+        if not any(leaf.requires_grad for leaf in tensors(output)):
+            return
+        closed = functions.closed_form(recording)
+        kept = [self._own(tensor) for tensor in given]
+        if closed is None:
+            site = functions.site(call, recording.parameters)
+            names = {local: full for full, local in site.local.items()}
+            layer, args = Layer(CALLS, site, names, names, GENERIC, is_leaf=True), (recording, *kept)
+        else:
+            rule, module, names = closed
+            layer, args = Layer(CALLS, module, names, names, rule, is_leaf=True), (kept[0],)
+        use = Use(
+            layer,
+            layer.rule,
+            args,
+            {},
+            versions=_versions((*kept, *recording.constants)),
+            training={},
+            buffers={},
+            random_state=drawn,
+            states=None,
+            autocast=self._autocast(),
+            axes=self._axes.of(CALLS, call, shapes, forward.batch_size),
+            shapes=shapes,
+            call=call,
+            is_late=not forward.is_open,
+            drew=drawn is not None,
+        )
+        forward.uses.append(use)
+        for position, leaf in enumerate(tensors(output)):
+            if leaf.requires_grad:
+                source, view = owned_memory(leaf, given)
+                add = adder(use.output_gradients, position, use.axes[position] or 0)
+                self._on_gradient(source, collector(add, view), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -444,7 +506,8 @@ class Capture:
         self._look(self._runs.check_layers)
         self._look(self._runs.check_kept)
         self.tells_whole_loss = not self._thorough or is_whole(self.micros)
-        self._axes.settle(self._model, [forward for micro in self.micros for forward in micro.passes])
+        passes = [forward for micro in self.micros for forward in micro.passes]
+        self._axes.settle(self._model, passes, self._functions)
         with torch.no_grad():
             for use, position, values in self._to_show:
                 self._show(use, position, values)
@@ -496,6 +559,7 @@ class _Call:
     own: OwnCopies  # of the arguments of the call around it
     made: ForwardPass | None = None
     is_rerouted: bool = False  # whether it only calls the model again
+    watch: Watch | None = None  # sees the calls of functions in it
 
 
 @dataclass(frozen=True)

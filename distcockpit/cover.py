@@ -1,9 +1,11 @@
 """From which modules' calls the individual gradients of each parameter are taken.
 
-That is the module that owns the parameter, as long as its calls tell the samples apart and explain the parameter's
-whole gradient. Where they do not, because the parameter is used outside of its module, or the module's output has no
-batch axis (positions that all samples share), it is the parent, and so on: running the parent again, with output
-gradients of one sample at a time, is exact for everything inside it, and slow.
+That is the module that owns the parameter, if it has no modules inside, as long as its calls tell the samples apart and
+explain the parameter's whole gradient. Where they do not, because the parameter is used outside of its module, or the
+module's output has no batch axis (positions that all samples share), it is the functions that are called with the
+parameter, or with what was made of it. Where these do not do either (rows that are no samples), it is the parent of
+the module, and so on: running the parent again, with output gradients of one sample at a time, is exact for everything
+inside it, and slow.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from functools import cached_property
 
 from torch import nn
 
+from distcockpit.gradients.functions import CALLS, Functions
 from distcockpit.gradients.rules import GENERIC
 from distcockpit.gradients.uses import Layer
 from distcockpit.quantities.batch import label
@@ -28,7 +31,7 @@ class Cover:
     Args:
         model: The bare module.
         own: The layers of :func:`distcockpit.layers.find_layers`.
-        raised: The modules that serve a parameter where they are not those that own it.
+        raised: The modules that serve a parameter where they are not those that own it; `CALLS` for functions.
         reasons: Why, by parameter.
     """
 
@@ -40,26 +43,39 @@ class Cover:
     @cached_property
     def scopes(self) -> dict[str, tuple[str, ...]]:
         """The modules that serve each tracked parameter."""
+        owned = {f: paths if self._leaves.issuperset(paths) else (CALLS,) for f, paths in self._lowest.items()}
+        return owned | dict(self.raised)
+
+    @cached_property
+    def _leaves(self) -> set[str]:
+        return {layer.path for layer in self.own if layer.is_leaf}
+
+    @cached_property
+    def _lowest(self) -> dict[str, tuple[str, ...]]:
+        """The modules that own each tracked parameter."""
         owners: dict[str, tuple[str, ...]] = {}
         for layer in self.own:
             for full in layer.parameters.values():
                 owners[full] = (*owners.get(full, ()), layer.path)
         # One that is held by a module and by a parent of it is mostly used by the former.
-        lowest = {full: tuple(p for p in at if not any(_is_below(q, p) for q in at)) for full, at in owners.items()}
-        return lowest | dict(self.raised)
+        return {full: tuple(p for p in at if not any(_is_below(q, p) for q in at)) for full, at in owners.items()}
 
     @cached_property
     def layers(self) -> list[Layer]:
         """All layers to hook, each with the parameters that it serves."""
         modules = dict(self.model.named_modules())
         found = {layer.path: layer for layer in self.own}
-        missing = {path for paths in self.raised.values() for path in paths} - found.keys()
+        missing = {path for paths in self.scopes.values() for path in paths} - {CALLS, *found}
         names = {id(p): name for name, p in self.model.named_parameters()}
         for path in missing:
             module = modules[path]
             below = {n: names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
             found[path] = Layer(path, module, {}, below, GENERIC, is_leaf=False)
-        return [self._serving(found[path]) for path in modules if path in found]
+        layers = [self._serving(found[path]) for path in modules if path in found]
+        served = {full: full for full, paths in self.scopes.items() if CALLS in paths}
+        if served:
+            layers.append(Layer(CALLS, Functions(self.model, served), served, served, GENERIC, is_leaf=True))
+        return layers
 
     def _serving(self, layer: Layer) -> Layer:
         local = {full: name for name, full in reversed(list(layer.names.items()))}
@@ -69,8 +85,7 @@ class Cover:
 
     def is_slow(self, parameter: str) -> bool:
         """Whether a module with tracked modules below it is run again for this parameter."""
-        leaves = {layer.path for layer in self.own if layer.is_leaf}
-        return any(path not in leaves for path in self.scopes[parameter])
+        return any(path not in {CALLS, *self._leaves} for path in self.scopes[parameter])
 
     @property
     def slow(self) -> dict[str, str]:
@@ -83,7 +98,7 @@ class Cover:
 
     def why(self, parameter: str) -> str:
         """Why a parameter takes a slow route."""
-        return self.reasons.get(parameter, "it belongs to a module that has modules of its own")
+        return self.reasons[parameter]
 
     def check(self, slow_routes: bool) -> None:
         """Whether the routes are allowed.
@@ -102,7 +117,7 @@ class Cover:
         )
 
     def raise_for(self, reasons: Mapping[str, tuple[str, Iterable[str]]]) -> Cover:
-        """The cover with parents in place of modules that do not serve.
+        """The cover with functions in place of modules that do not serve, and parents in place of these.
 
         Args:
             reasons: By parameter: why, and the modules that do not serve it.
@@ -112,9 +127,13 @@ class Cover:
         """
         raised = dict(self.raised)
         for parameter, (why, failing) in reasons.items():
-            scopes = {
-                self._parent(path, parameter, why) if path in failing else path for path in self.scopes[parameter]
-            }
+            before = self.scopes[parameter]
+            if self._leaves.issuperset(before):
+                raised[parameter] = (CALLS,)
+                continue
+            if CALLS in before:
+                before, failing = self._lowest[parameter], self._leaves
+            scopes = {self._parent(path, parameter, why) if path in failing else path for path in before}
             raised[parameter] = _topmost(sorted(scopes))
         whys = {parameter: why for parameter, (why, _) in reasons.items()}
         return replace(self, raised=raised, reasons={**whys, **self.reasons})

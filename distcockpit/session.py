@@ -20,6 +20,7 @@ from distcockpit.clock import Clock
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.curvature import Diagonals
+from distcockpit.gradients.functions import CALLS
 from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
@@ -170,7 +171,11 @@ class Session:
             self.setup.forget_parameters()
             self.check.tracked = dict(self.setup.tracked)
         modules = dict(self.setup.bare.named_modules())
-        if moved := [layer.path for layer in self.cover.layers if modules.get(layer.path) is not layer.module]:
+        if moved := [
+            layer.path
+            for layer in self.cover.layers
+            if layer.path != CALLS and modules.get(layer.path) is not layer.module
+        ]:
             raise RuntimeError(
                 f"track(step={step}): module '{moved[0]}' was exchanged for another one after DistCockpit was "
                 "constructed. Construct a new one, with a new store, when they change."

@@ -144,7 +144,7 @@ class RunStore:
                 self._keys.clear()
             self._lock.take()
             try:
-                if is_ours and mode == "a":
+                if is_ours and mode == "a" and self._has_groups():  # else it was killed before its first commit
                     self._resume(root)
                 else:
                     # The first key makes the folder recognisable as a run of ours, should the rest fail.
@@ -158,6 +158,10 @@ class RunStore:
             raise
         except Exception as error:  # each kind of store has its own
             raise OSError(f"store={self.name!r} could not be written: {type(error).__name__}: {error}") from error
+
+    def _has_groups(self) -> bool:
+        data = self._keys.get_one(ROOT)
+        return data is not None and bool(json.loads(data)["consolidated_metadata"]["metadata"])
 
     def _root(self) -> dict[str, Any]:
         """The attributes of the root that is there; nothing if it is none."""

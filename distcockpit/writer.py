@@ -80,6 +80,7 @@ class Writer:
         self._dropped = 0  # by the training thread, since the thread last looked
         self._dropped_before = store.dropped_rows  # in earlier segments
         self._is_dropping = False
+        self._in_hand = 0  # rows of the job that the thread has taken
         self._deadline = float("inf")  # after it nobody waits for sums or for the store
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
@@ -156,7 +157,7 @@ class Writer:
     def _tell_losses(self) -> None:
         """Say what did not reach the store."""
         late = sum(job.rows for job in list(self._jobs.queue) if job is not None)
-        lost = self._store.unwritten_rows + late
+        lost = self._store.unwritten_rows + late + self._in_hand
         if self._thread.is_alive():
             self._deadline = 0.0
             self.error = self.error or TimeoutError(f"{self._store.name} did not answer")
@@ -178,6 +179,7 @@ class Writer:
                 job = self._jobs.get(timeout=max(0.0, min(due, self._store.seconds_to_renewal)))
                 if job is None:
                     break
+                self._in_hand = job.rows
                 if was_idle:
                     self._hurry.wait(PAUSE_SECONDS)
                     self._hurry.clear()
@@ -186,6 +188,7 @@ class Writer:
                     break
             self._renew()
             commit_due = job is not None and self._do(job)
+            self._in_hand = 0
             waiting = waiting or job is not None
             many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
             if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time

@@ -75,6 +75,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     alone: bool = True  # whether the oracle sees each sample alone, in float64; not where random numbers are drawn
     slow: tuple[str, ...] = ()  # parameters that must take the slow route; no others may
+    called: tuple[str, ...] = ()  # parameters that must be served by calls of functions; no others may
     rtol: float = 2e-4
     ranks: bool = True  # whether DistributedDataParallel takes it on a CPU
     group: str = ""  # row of the table "what works"
@@ -222,36 +223,36 @@ CASES: dict[str, Case] = {
     ),
     "Bilinear": Case(lambda: Net(Bilinear(), FLAT), group="Convolutions, bilinear"),
     "a module called several times": Case(
-        lambda: Net(Twice(), FLAT), slow=("body.layer.bias", "body.layer.weight"), group="Sharing"
+        lambda: Net(Twice(), FLAT), called=("body.layer.bias", "body.layer.weight"), group="Sharing"
     ),
     "tied embeddings": Case(lambda: Tied(False), batch=tokens, group="Sharing"),
     "tied embeddings without a module": Case(
-        lambda: nn.Sequential(Tied(True)), batch=tokens, slow=("0.embed.weight",), group="Sharing"
+        lambda: nn.Sequential(Tied(True)), batch=tokens, called=("0.embed.weight",), group="Sharing"
     ),
     "held by parent and child": Case(lambda: Net(HeldTwice(False), FLAT), group="Sharing"),
-    "used by parent and child": Case(lambda: Net(HeldTwice(True), FLAT), slow=("body.bias",), group="Sharing"),
+    "used by parent and child": Case(lambda: Net(HeldTwice(True), FLAT), called=("body.bias",), group="Sharing"),
     "class token, layer scale": Case(
         lambda: Net(ClassToken(), FLAT),
-        slow=("body.positions", "body.scale", "body.token"),
+        called=("body.positions", "body.scale", "body.token"),
         group="Parameters used by a parent",
     ),
     "state-space layer": Case(
-        lambda: Net(StateSpace(), FLAT), slow=("body.b", "body.log_a"), group="Parameters used by a parent"
+        lambda: Net(StateSpace(), FLAT), called=("body.b", "body.log_a"), group="Parameters used by a parent"
     ),
     "a child's weight without the child": Case(
         lambda: Net(Borrowed(), FLAT),
-        slow=("body.coefficients.0", "body.coefficients.1", "body.used.weight"),
+        called=("body.coefficients.0", "body.coefficients.1", "body.used.weight"),
         ddp={"find_unused_parameters": True},
         group="Parameters used by a parent",
     ),
     "positions [1, T]": Case(
-        lambda: Net(nn.Sequential(Positions(True)), FLAT), batch=tokens, slow=NORM_POSITIONS, group="No batch axis"
+        lambda: Net(nn.Sequential(Positions(True)), FLAT), batch=tokens, called=NORM_POSITIONS, group="No batch axis"
     ),
     "positions [T]": Case(
-        lambda: Net(nn.Sequential(Positions(False)), FLAT), batch=tokens, slow=NORM_POSITIONS, group="No batch axis"
+        lambda: Net(nn.Sequential(Positions(False)), FLAT), batch=tokens, called=NORM_POSITIONS, group="No batch axis"
     ),
     "relative attention bias": Case(
-        lambda: Net(RelativeBias(), FLAT), slow=("body.bias.weight",), group="No batch axis"
+        lambda: Net(RelativeBias(), FLAT), called=("body.bias.weight",), group="No batch axis"
     ),
     "tokens folded into the batch, packed sequences": Case(
         lambda: Net(Folded(), FLAT),
@@ -346,7 +347,7 @@ CASES: dict[str, Case] = {
         losses=lambda model, batch: model(**batch)[1][None],
         train=lambda model, batch, loss_fn: model(**batch)[1],
         loss_fn=lambda: None,
-        slow=("parts.wpe.weight",),
+        called=("parts.wpe.weight",),
         group="Inputs and outputs",
     ),
     "an autograd function of one's own": Case(lambda: Net(OwnFunction(), FLAT), group="Inputs and outputs"),
@@ -354,7 +355,7 @@ CASES: dict[str, Case] = {
         lambda: hugging_face("GPT2Config:GPT2LMHeadModel", **TEXT, n_positions=8, n_embd=8, n_layer=2, n_head=2),
         labelled,
         alone=False,
-        slow=("transformer.wpe.weight",),
+        called=("transformer.wpe.weight",),
         group="Hugging Face transformers",
     ),
     "Llama": trained_inside(lambda: LLAMA(tie_word_embeddings=False), labelled, group="Hugging Face transformers"),
@@ -372,7 +373,7 @@ CASES: dict[str, Case] = {
         ),
         texts,
         alone=False,
-        slow=("bert.embeddings.position_embeddings.weight",),
+        called=("bert.embeddings.position_embeddings.weight",),
         group="Hugging Face transformers",
     ),  # fmt: skip
     "ViT": trained_inside(
@@ -387,7 +388,7 @@ CASES: dict[str, Case] = {
             num_labels=CLASSES,
         ),
         pictures,
-        slow=("vit.embeddings.cls_token", "vit.embeddings.position_embeddings"),
+        called=("vit.embeddings.cls_token", "vit.embeddings.position_embeddings"),
         group="Hugging Face transformers",
     ),  # fmt: skip
     "T5": trained_inside(
@@ -403,7 +404,7 @@ CASES: dict[str, Case] = {
         ),
         labelled,
         alone=False,
-        slow=(
+        called=(
             "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         ),
@@ -428,7 +429,7 @@ CASES: dict[str, Case] = {
             layer_scale_init_value=0.5,
         ),
         pictures,
-        slow=(
+        called=(
             "convnext.encoder.stages.0.layers.0.layer_scale_parameter",
             "convnext.encoder.stages.1.layers.0.layer_scale_parameter",
         ),
@@ -519,16 +520,16 @@ def hold_batch_statistics(name: str, model: nn.Module, batch: Batch) -> None:
 
 def table() -> str:
     """What works, as the README shows it: one row per group of cases."""
-    rows = ["| what | tested | slow exact route for |", "|---|---|---|"]
+    rows = ["| what | tested | by calls of functions | slow exact route for |", "|---|---|---|---|"]
     for group in dict.fromkeys(case.group for case in CASES.values()):
         cases = {name: case for name, case in CASES.items() if case.group == group}
         tested = "; ".join(name if case.ranks else f"{name} (one process only)" for name, case in cases.items())
-        slow = "; ".join(
-            f"{name} ({len(case.slow)} of {len(list(built(name).parameters()))} parameters)"
-            for name, case in cases.items()
-            if case.slow
-        )
-        rows.append(f"| {group} | {tested} | {slow or 'none'} |")
+        columns = []
+        for route in ("called", "slow"):
+            those = {name: len(getattr(case, route)) for name, case in cases.items() if getattr(case, route)}
+            of = {name: len(list(built(name).parameters())) for name in those}
+            columns.append("; ".join(f"{name} ({n} of {of[name]} parameters)" for name, n in those.items()) or "none")
+        rows.append(f"| {group} | {tested} | {' | '.join(columns)} |")
     return "\n".join(rows)
 
 

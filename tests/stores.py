@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from waiting import HANG
 from zarr.storage import MemoryStore
 
 BUCKET = "runs"
@@ -60,8 +61,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.mode == "gone":  # the connection ends without an answer
             self.close_connection = True
             return
-        while self.server.mode == "hang":
-            time.sleep(0.05)
+        if self.server.mode == "hang":
+            while self.server.mode == "hang":
+                time.sleep(0.05)
+            self.close_connection = True  # a late request must not overwrite what came after it
+            return
         if self.server.mode == "500":
             self.send_response(500)
             self.send_header("Content-Length", "0")
@@ -92,8 +96,9 @@ class S3:
 
     proxy: Proxy
 
-    def place(self) -> Place:
-        quick = {"connect_timeout": 5, "read_timeout": 5, "retries": {"max_attempts": 1}}
+    def place(self, seconds: float = HANG) -> Place:
+        """A store that is asked for so long until it counts as one that does not answer."""
+        quick = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 1}}
         return Place(
             f"s3://{BUCKET}/{uuid.uuid4().hex}/run.zarr",
             {

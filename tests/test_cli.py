@@ -440,6 +440,7 @@ def terminal(command: list[str], *script: tuple[str, Callable[[], object] | None
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "50"}
         os.execv(command[0], command)
     seen, end, waiting, since = "", time.monotonic() + HANG, list(script), 0
+    again = 0.0
     while time.monotonic() < end:
         ready, _, _ = select.select([here], [], [], 0.2)
         if ready:
@@ -454,13 +455,15 @@ def terminal(command: list[str], *script: tuple[str, Callable[[], object] | None
             since, act = len(seen), waiting.pop(0)[1]
             if act is not None:
                 act()
-            if not waiting:
-                os.kill(pid, signal.SIGINT)
+        if script and not waiting and time.monotonic() > again:  # a signal within a finalizer is lost
+            os.kill(pid, signal.SIGINT)
+            again = time.monotonic() + 10
     else:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(here)
-    return seen, os.waitstatus_to_exitcode(status)
+    # zarr joins its thread for a fifth of a second at the end of the interpreter, and complains if that was too short.
+    return seen.partition("Exception ignored in atexit callback")[0], os.waitstatus_to_exitcode(status)
 
 
 def test_the_terminal_view_follows_a_run(tmp_path: Path) -> None:

@@ -106,11 +106,11 @@ def test_custom_quantity(tmp_path: Path) -> None:
 def test_gpt2(tmp_path: Path) -> None:
     store = str(tmp_path / "gpt2.zarr")
     said = run("torchrun", "--nproc_per_node=2", "examples/gpt2.py", "--store", store, "--steps", "22")
-    assert "transformer.wpe.weight" in said and "slow exact fallback" in said and "on 2 ranks" in said
+    assert "transformer.wpe.weight" in said and "calls of functions" in said and "on 2 ranks" in said
     tree = open_run(store)
     assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
     assert list(tree["loss"]["step"].values) == [0, 10, 20] and (np.diff(tree["loss"]["loss"]) < 0).all()
-    assert tree.attrs["coverage"]["transformer.wpe.weight"]["route"] == "slow exact fallback"
+    assert tree.attrs["coverage"]["transformer.wpe.weight"]["layers"] == ["calls of functions"]
     cockpit("plot", store, "-o", str(tmp_path / "gpt2.png"))
     assert (tmp_path / "gpt2.png").stat().st_size > 20_000
 

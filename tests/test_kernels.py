@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import until
+from waiting import HANG, until
 
 from distcockpit import kernels
 from distcockpit.kernels import numba_cpu, reference
@@ -207,7 +207,7 @@ def test_a_forked_process_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert len(numbers_and_threads(10)) == 3
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert len(pool.apply_async(numbers_and_threads, (10,)).get(30)) == 1
+        assert len(pool.apply_async(numbers_and_threads, (10,)).get(HANG)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

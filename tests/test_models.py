@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.gradients import parts
+from distcockpit.gradients.functions import CALLS
 from distcockpit.quantities import (
     GradHist1d,
     InnerTest,
@@ -56,7 +57,7 @@ class Moments(Quantity):
         return {"of_mean": totals["of_mean"], "mean_of": totals["mean_of"] / n}
 
 
-Report = tuple[list[tuple[np.ndarray, dict[str, np.ndarray]]], dict[str, str]]
+Report = tuple[list[tuple[np.ndarray, dict[str, np.ndarray]]], dict[str, tuple[str, ...]]]
 
 
 def train(rank: int, size: int, group: Any, name: str, store: str, shards: list[int]) -> Report:
@@ -85,8 +86,17 @@ def train(rank: int, size: int, group: Any, name: str, store: str, shards: list[
                 with cockpit.track(step):
                     case.train(cockpit, batch, loss_fn).backward()
                 optimizer.step()
-            routes = {row.parameter: row.route for row in cockpit.coverage()}
+            routes = special(cockpit)
     return found, routes
+
+
+def special(cockpit: DistCockpit) -> dict[str, tuple[str, ...]]:
+    """The parameters that take a slow route, and those that calls of functions serve."""
+    rows = list(cockpit.coverage())
+    return {
+        "slow": tuple(sorted(row.parameter for row in rows if row.route == "slow exact fallback")),
+        "called": tuple(sorted(row.parameter for row in rows if CALLS in row.layers)),
+    }
 
 
 def close(actual: Any, expected: Any, case: architectures.Case) -> None:
@@ -95,7 +105,7 @@ def close(actual: Any, expected: Any, case: architectures.Case) -> None:
     np.testing.assert_allclose(actual, expected, rtol=case.rtol, atol=case.rtol * 1e-3 * scale)
 
 
-def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict[str, str]:
+def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict[str, tuple[str, ...]]:
     case = CASES[name]
     if len(shards) == 1 or ranks is None:
         reports = [train(0, 1, None, name, store, shards)]
@@ -129,8 +139,7 @@ def shardings(place: int, case: architectures.Case) -> list[str]:
 def test_model(ranks: Ranks, tmp_path: Path, monkeypatch: Any, name: str, sharding: str) -> None:
     monkeypatch.setattr(parts, "FEW", 2)  # so that in one process, parts of the batch are run
     routes = check(name, ranks, str(tmp_path / "run"), SHARDINGS[sharding])
-    slow = tuple(sorted(p for p, route in routes.items() if route == "slow exact fallback"))
-    assert slow == CASES[name].slow
+    assert routes == {"slow": CASES[name].slow, "called": CASES[name].called}
 
 
 class Notes:
@@ -156,7 +165,7 @@ class Gated(nn.Module):
             if self.gate == "later":
                 raise ValueError("not a part of the batch")
             x = 2 * x
-        z = (x * self.scale).transpose(0, 1)
+        z = (x.flatten(0, 1) * self.scale).view_as(x).transpose(0, 1)  # a call whose rows are no samples
         z = self.attention(z, z, z, need_weights=False)[0].transpose(0, 1)
         if self.gate == "noise":
             return z * torch.rand(len(x), 1, 6, dtype=x.dtype)
@@ -173,7 +182,7 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
     net = nn.Sequential(gated, nn.Flatten(), nn.Linear(24, 5)).double()
     x, y, loss_fn = torch.randn(n, 4, 6, dtype=torch.float64), torch.arange(n) % 5, nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
-        for step in range(7):
+        for step in range(10):
             torch.manual_seed(step)
             losses = nn.functional.cross_entropy(net(x), y, reduction="none")
             after = torch.rand(3)
@@ -181,7 +190,7 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
             expected.append([sum(row[k].square().sum() for row in rows) / n for k in range(len(rows[0]))])
             torch.manual_seed(step)
             gated.notes.sizes = []
-            gated.notes.whole_only = gate.startswith("later") and step > 1
+            gated.notes.whole_only = gate.startswith("later") and step > 4
             with cockpit.track(step):
                 loss_fn(cockpit(x), y).backward()
             sizes.append(gated.notes.sizes)
@@ -229,15 +238,15 @@ def test_coverage(tmp_path: Path) -> None:
     options = {"quantities": [MeanGSNR()], "schedule": every(1), "exclude": ["3"]}
     with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         before = cockpit.coverage()
-        assert before["0.scale"].route == "slow exact fallback" and not any(row.checked for row in before)
+        assert before["0.scale"].layers == (CALLS,) and not any(row.checked for row in before)
         with cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
         after = cockpit.coverage()
     routes = {row.parameter: row.route for row in after}
     assert routes == {
-        "0.token": "slow exact fallback",
-        "0.positions": "slow exact fallback",
-        "0.scale": "slow exact fallback",
+        "0.token": "generic blocks",
+        "0.positions": "generic blocks",
+        "0.scale": "generic blocks",
         "0.mix.weight": "closed form",
         "0.mix.bias": "closed form",
         "2.weight": "closed form",
@@ -247,7 +256,7 @@ def test_coverage(tmp_path: Path) -> None:
         "4.weight": "closed form",
     }
     assert after["2.bias"].why == "frozen: requires_grad is False" and after["3.bias"].why.startswith("left out")
-    assert after["0.scale"].layers == ("0",) and "modules of its own" in after["0.scale"].why
+    assert after["0.scale"].layers == (CALLS,) and not after["0.scale"].why
     assert all(row.checked == (row.route != "not tracked") for row in after)
     text = str(after).splitlines()
     assert len(text) == 1 + len(after) and text[1].split()[:2] == ["0.token", "1x1x6"]
@@ -261,15 +270,15 @@ def test_coverage(tmp_path: Path) -> None:
 
 
 def test_the_notice_of_a_slow_route(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net, loss_fn = architectures.built("positions [T]"), nn.CrossEntropyLoss()
-    batch = architectures.data("positions [T]", 0, 6)
+    net, loss_fn = architectures.built("mixture of experts"), nn.CrossEntropyLoss()
+    batch = architectures.data("mixture of experts", 0, 6)
     options = {"quantities": [MeanGSNR()], "schedule": every(1)}
     with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         for step in range(2):
             with cockpit.track(step):
                 loss_fn(cockpit(batch["x"]), batch["y"]).backward()
     (notice,) = [r.getMessage() for r in caplog.records if "slow" in r.getMessage()]
-    for words in ("3 of 6 parameters", "one backward pass per sample", "'body.0' (Positions)", "fallback='error'"):
+    for words in ("6 of 8 parameters", "one backward pass per sample", "'body' (Experts)", "fallback='error'"):
         assert words in notice
 
 
@@ -293,7 +302,7 @@ def test_a_model_of_one_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         with cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
-        assert cockpit.coverage()["positions.weight"].route == "slow exact fallback"
+        assert cockpit.coverage()["positions.weight"].layers == (CALLS,)
     assert "could not be called with one sample more (AssertionError" in caplog.text
     compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x), y, reduction="none"))
 
@@ -313,10 +322,10 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 5)
+        self.mix, self.rnn, self.head = nn.Linear(4, 4), nn.GRU(4, 6, batch_first=True), nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(self.mix(x), lengths, batch_first=True, enforce_sorted=False)
         return self.head(self.rnn(packed)[1][0])
 
 
@@ -384,8 +393,8 @@ def test_many_steps(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture)
                 case.train(cockpit, batch, loss_fn).backward()
             for k, b in net.named_buffers():
                 b.data.copy_(buffers[k])
-        slow = tuple(sorted(row.parameter for row in cockpit.coverage() if row.route == "slow exact fallback"))
-    assert slow == case.slow
+        routes = special(cockpit)
+    assert routes == {"slow": case.slow, "called": case.called}
     assert not [r for r in caplog.records if "slow exact" not in r.getMessage()], caplog.text
     run = open_run(tmp_path / "run")
     for group in ("moments", "output_norm", "output_activation", "output_gradient_geometry"):
@@ -411,8 +420,8 @@ def test_rounding_is_no_hole(tmp_path: Path, name: str, precision: str) -> None:
                 batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
             with cockpit.track(step), torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                 case.train(cockpit, batch, loss_fn).backward()
-        slow = tuple(sorted(row.parameter for row in cockpit.coverage() if row.route == "slow exact fallback"))
-    assert slow == case.slow
+        routes = special(cockpit)
+    assert routes == {"slow": case.slow, "called": case.called}
     assert np.isfinite(open_run(tmp_path / "run")["moments"]["mean_of"]).all()
 
 

@@ -209,9 +209,9 @@ def test_compression_error(
         def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
             return float(np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b)))
 
-        np.testing.assert_allclose(row["total"], apart(got, pooled), rtol=1e-2, atol=2e-7)
-        np.testing.assert_allclose(row["hook_total"], apart(got, plain), rtol=1e-2, atol=2e-7)
-        np.testing.assert_allclose(row["cosine"], oracle.cosine(flat(got), flat(pooled)), atol=1e-9)
+        np.testing.assert_allclose(row["total"], apart(got, pooled), rtol=1e-2, atol=1e-6)
+        np.testing.assert_allclose(row["hook_total"], apart(got, plain), rtol=1e-2, atol=1e-6)
+        np.testing.assert_allclose(row["cosine"], oracle.cosine(flat(got), flat(pooled)), rtol=0, atol=1e-6)
         for name in pooled:
             one = [apart({"": got[name]}, {"": of[name]}) for of in (pooled, plain)]
             np.testing.assert_allclose(row["error"].sel(parameter=name), one[0], rtol=1e-2, atol=1e-6)

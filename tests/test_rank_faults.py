@@ -48,10 +48,10 @@ class Worker:
         assert text in self.text
 
     def waits(self) -> bool:
-        """Whether the main thread sleeps, and has been asleep for half a second: it is in an exchange."""
+        """Whether the main thread sleeps, and has been asleep for two seconds: it is in an exchange."""
         stat = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
         seen = set()
-        for _ in range(10):
+        for _ in range(40):
             state, *rest = stat.read_text().rpartition(")")[2].split()
             seen.add((state, *rest[10:12]))  # with the time that it has used
             time.sleep(0.05)
@@ -82,20 +82,22 @@ def rows(tmp_path: Path, name: str = "loss") -> list[int]:
     return list(open_run(tmp_path / "run")[name]["step"].values)
 
 
-SHORT = {"timeout_seconds": 20, "flush_seconds": 1000}
+SHORT = {"timeout_seconds": 45, "flush_seconds": 1000}
+LONG = {"timeout_seconds": 10**6, "flush_seconds": 1000}
 
 
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=20"]),
+        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=45"]),
         ("skip", ["ranks are at different steps: rank 0 tracks step 3, rank 1 tracks step 4"]),
         ("leave", ["closed after step 2", "Join([ddp, cockpit])"]),
     ],
 )
 def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, words: list[str]) -> None:
     """Without DDP, which would wait by itself: the error says who, and where he is; nothing is aborted or hangs."""
-    with job(tmp_path, 2, steps=9, ddp=False, cockpit=SHORT, faults={"1": [fault, 3]}) as (first, second):
+    settings = SHORT if fault == "stall" else LONG
+    with job(tmp_path, 2, steps=9, ddp=False, cockpit=settings, faults={"1": [fault, 3]}) as (first, second):
         assert first.ends() == 3
         assert all(word in first.error() for word in words), first.error()
         if fault == "skip":
@@ -106,7 +108,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, words: list[str])
 
 def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     """Killed in the middle: DDP's own exchange fails, and its error gets a note of the last steps."""
-    with job(tmp_path, 2, steps=9, cockpit=SHORT, faults={"1": ["kill", 3]}) as (first, second):
+    with job(tmp_path, 2, steps=9, cockpit=LONG, faults={"1": ["kill", 3]}) as (first, second):
         assert first.ends() == 3 and second.ends() == -signal.SIGKILL
         assert "Where they were last: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
     assert rows(tmp_path) in ([0, 1, 2], [0, 1])  # the sums of the last step may have died with the rank
@@ -130,8 +132,7 @@ def test_all_ranks_are_killed(tmp_path: Path) -> None:
 
 def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
     """Rank 1 hangs, rank 0 ends without having closed: it ends all the same, and its rows are there."""
-    for_ever = {"timeout_seconds": 10**6, "flush_seconds": 1000}
-    with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=for_ever) as (first, second):
+    with job(tmp_path, 2, steps=3, hang_at_end=1, forget=0, cockpit=LONG) as (first, second):
         second.wait_for("step 2")
         assert first.ends() == 0
         assert second.process.poll() is None
@@ -143,9 +144,7 @@ def test_sigterm(tmp_path: Path, stuck: bool) -> None:
     """What was tracked is written; also by a rank that is stuck in an exchange, where no handler of Python can run."""
     size = 2 if stuck else 1
     options: dict[str, Any] = {"faults": {"1": ["stall", 3]}} if stuck else {"pause": 0.05}
-    with job(
-        tmp_path, size, steps=10**6, cockpit={"flush_seconds": 1000, "timeout_seconds": 10**6}, **options
-    ) as workers:
+    with job(tmp_path, size, steps=10**6, cockpit=LONG, **options) as workers:
         workers[0].wait_for("step 2")
         if stuck:
             until(workers[0].waits)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,10 @@ from distcockpit.store import RunStore
 from distcockpit.writer import Job, Pace, Writer
 
 CE = nn.CrossEntropyLoss
-QUICK = {"quantities": [Loss()], "schedule": every(1), "store_seconds": 10, "flush_seconds": 0.2}
+QUICK = {"quantities": [Loss()], "schedule": every(1), "store_seconds": HANG, "flush_seconds": 0.2}
+
+
+SOON = 5.0  # seconds after which a store that hangs is given up
 
 
 class Loop:
@@ -59,11 +61,10 @@ def rows(where: Place) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["500", "hang", "gone"])
 def test_an_object_store_that_fails_for_a_while(s3: S3, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    where = s3.place()
+    where = s3.place(SOON if mode == "hang" else HANG)
     loop = Loop(where)
     loop.train(3)
-    loop.cockpit.flush()
-    assert rows(where) == [0, 1, 2]
+    until(lambda: (loop.cockpit.flush(), rows(where))[1] == [0, 1, 2])
     s3.proxy.mode = mode
     loop.train(5)
     loop.wait_for_fault()
@@ -77,16 +78,16 @@ def test_an_object_store_that_fails_for_a_while(s3: S3, caplog: pytest.LogCaptur
 
 
 def test_an_object_store_that_stays_away(s3: S3, caplog: pytest.LogCaptureFixture) -> None:
-    where = s3.place()
-    loop = Loop(where)
+    where = s3.place(SOON)
+    loop = Loop(where, store_seconds=SOON)
     loop.train(2)
-    loop.cockpit.flush()
+    until(lambda: (loop.cockpit.flush(), rows(where))[1] == [0, 1])
     s3.proxy.mode = "hang"
     loop.train(4)
     loop.cockpit.close()  # which gives up after store_seconds=
     assert "4 rows did not reach s3://" in caplog.text
-    s3.proxy.mode = "ok"
-    assert rows(where) == [0, 1]
+    behind = {**where.options, "endpoint_url": f"http://127.0.0.1:{s3.proxy.behind}"}
+    assert rows(Place(where.store, behind)) == [0, 1]
 
 
 def test_raising(s3: S3) -> None:
@@ -162,11 +163,12 @@ def test_permission_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_the_folder_is_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture, comes_back: bool) -> None:
     """As by an unmounted network disk, or `rm -r`. A store without its first rows would look whole: none is made."""
     path = tmp_path / "run"
-    loop = Loop(Place(path))
+    loop = Loop(Place(path), flush_seconds=1000)  # no commit while the folder goes
     loop.train(3)
     loop.cockpit.flush()
     path.rename(tmp_path / "away") if comes_back else shutil.rmtree(path)
     loop.train(3)
+    loop.cockpit.flush()
     loop.wait_for_fault()
     assert "was removed while it was being written" in caplog.text
     assert not (path / "zarr.json").exists()
@@ -195,26 +197,31 @@ class Slow(FolderKeys):
         super().put(items)
 
 
-def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits once; then rows are dropped and counted, until the thread has caught up."""
     keys = Slow(tmp_path / "run")
     keys.gate, keys.waits = threading.Event(), threading.Event()
     keys.gate.set()
     store = RunStore(keys, "w-", {"a": Group({"x": Field()})}, {"parameters": {}, "config": {}})
-    writer = Writer(store, Pace(flush_seconds=1e-3, queue_steps=4, wait_seconds=5))
+    writer = Writer(store, Pace(flush_seconds=1e-3, queue_steps=4, wait_seconds=0.5))
     at = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 
-    def submit(step: int) -> float:
-        began = time.monotonic()
+    def submit(step: int) -> None:
         writer.submit(Job(lambda s: s.append("a", step, {"x": step}, at), rows=1))
-        return time.monotonic() - began
 
     keys.gate.clear()
     keys.waits.clear()
     submit(0)
     assert keys.waits.wait(HANG)  # the thread is committing, and waits for the disk
-    waited = [submit(step) for step in range(1, 40)]
-    assert sum(seconds >= 5 for seconds in waited) == 1
+    waits: list[bool] = []
+    put = writer._jobs.put
+    monkeypatch.setattr(
+        writer._jobs, "put", lambda job, block, seconds: (waits.append(block), put(job, block, seconds))
+    )
+    for step in range(1, 40):
+        submit(step)
+    assert waits == [True] * 5 + [False] * 34  # four find room, one waits
+    monkeypatch.undo()
     assert sum("takes rows too slowly" in record.message for record in caplog.records) == 1
     keys.gate.set()
     assert writer.flush()

@@ -186,6 +186,19 @@ os._exit(0)
     RunStore(keys_of(tmp_path / "run"), "a", {}, NOTHING, lock_seconds=10**6).release()  # it does not wait
 
 
+def test_a_run_that_was_killed_before_its_first_commit(where: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its root names no group yet; the same command begins it."""
+    with monkeypatch.context() as killed:
+        killed.setattr(RunStore, "commit", lambda *_: None)
+        RunStore(keys(where), "a", GROUPS, NOTHING).release()
+    run = RunStore(keys(where), "a", GROUPS, NOTHING)
+    run.begin(0, {})
+    run.append("a", 0, {"x": 1.0, "v": np.ones(3)}, AT)
+    run.commit("closed")
+    run.release()
+    assert list(read(where)["a"]["x"].values) == [1.0]
+
+
 def test_a_foreign_place_is_left_alone(where: Place) -> None:
     keys(where).put({"precious": b"data"})
     for mode in ("w-", "w", "a"):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 Seen = TypeVar("Seen")
 
-HANG = 400.0
+HANG = 1500.0
 """Seconds after which something hangs; less than the limit of a test, which would not say what was waited for."""
 
 

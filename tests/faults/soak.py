@@ -71,7 +71,9 @@ def main() -> None:
             if step % 50 == 0:
                 going = torch.tensor(float(time.monotonic() - began < 60 * arguments.minutes))
                 dist.all_reduce(going, op=dist.ReduceOp.MIN)
-                minute = int((time.monotonic() - began) / 60)
+                told_by_clock = torch.tensor(int((time.monotonic() - began) / 60))
+                dist.all_reduce(told_by_clock, op=dist.ReduceOp.MIN)  # the same on all ranks
+                minute = int(told_by_clock)
                 if minute > told:
                     told = minute
                     gc.collect()

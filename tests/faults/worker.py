@@ -20,12 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every
+from distcockpit import DistCockpit, every, signals, writer
 from distcockpit.quantities import GradHist1d, HessTrace, Loss, MeanGSNR, UpdateSize
 
 
 def say(*words: object) -> None:
     print(*words, flush=True)
+
+
+# On a busy machine, writing at the end may take longer than a launcher would wait.
+signals.SECONDS = writer.GRACE_SECONDS = 600.0
 
 
 def main() -> None:

@@ -1,0 +1,387 @@
+"""Calls of torch functions with parameters that no module was called for: positions, class tokens, borrowed weights.
+
+A mode sees each call inside the model's forward. What is made of parameters and constants alone (``wpe(arange(T))``,
+``-A.exp()``, ``p.expand(B, -1, -1)``) is remembered as the calls that made it. A call that brings such a tensor, or a
+parameter, together with something of the batch is a use: it can be run again by itself, from the parameters on, which
+is exact for whatever the function is. What belongs to the batch is what was computed from the model's batched inputs;
+anything else counts as a constant, which is exact, too, since the samples are told apart at the output of the use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distcockpit.gradients.rules import EMBEDDING, LINEAR
+from distcockpit.gradients.uses import Rule
+from distcockpit.rng import RandomState
+from distcockpit.trees import map_tensors, tensors
+
+CALLS = "calls of functions"
+"""The path of the layer that stands for all of them."""
+
+WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
+
+
+class Part:
+    """Stands in recorded arguments for a tensor that is not a constant."""
+
+    parameters: frozenset[str] = frozenset()
+
+    def value(self, again: _Again) -> Tensor:
+        """The tensor, when the call is run again."""
+        raise NotImplementedError
+
+
+class _Given(Part):
+    """A tensor of the batch."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+
+    def value(self, again: _Again) -> Tensor:
+        return again.given[self._position]
+
+
+class _Leaf(Part):
+    """A parameter."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.parameters = name, frozenset({name})
+
+    def value(self, again: _Again) -> Tensor:
+        return again.leaves[self.name]
+
+
+class _Made(Part):
+    """One of the tensors that a call on parameters and constants returned."""
+
+    def __init__(self, call: Recording, position: int) -> None:
+        self.call, self._position, self.parameters = call, position, call.parameters
+
+    def value(self, again: _Again) -> Tensor:
+        if id(self.call) not in again.made:
+            again.made[id(self.call)] = tensors(self.call.run(again))
+        return again.made[id(self.call)][self._position]
+
+
+class _Again:
+    """One run of recorded calls: the parameters, the tensors of the batch, and what was made on the way."""
+
+    def __init__(self, leaves: Mapping[str, Tensor], given: Sequence[Tensor]) -> None:
+        self.leaves, self.given = leaves, given
+        self.made: dict[int, list[Tensor]] = {}
+
+
+class Recording:
+    """A call of a function, with parts in place of the tensors that are not constant.
+
+    Args:
+        function: What was called.
+        args: With parts in it.
+        kwargs: Likewise.
+        parts: All of them.
+        shapes: Of the tensors of the batch.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        parts: Sequence[Part],
+        shapes: Sequence[torch.Size] = (),
+    ) -> None:
+        self.function, self.args, self.kwargs, self._shapes = function, args, kwargs, shapes
+        self.parameters = frozenset(name for part in parts for name in part.parameters)
+        self.has_gradient = torch.is_grad_enabled()
+        self.constants = [t for t in tensors((args, kwargs)) if not t.is_inference()]
+        self.constants += [t for part in parts if isinstance(part, _Made) for t in part.call.constants]
+
+    def run(self, again: _Again) -> Any:
+        """What the function returns, with gradients where it had them."""
+        cut, writes = self._cut(again.given), _writes(self.function)
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Part):
+                return leaf.detach() if isinstance(leaf, Tensor) else leaf
+            value = leaf.value(again)
+            if cut is not None and isinstance(leaf, _Made):
+                axis, size, length = cut
+                value = value.narrow(axis, 0, length) if value.dim() > axis and value.shape[axis] == size else value
+            return value.clone() if writes else value
+
+        with torch.set_grad_enabled(self.has_gradient and torch.is_grad_enabled()):
+            return self.function(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
+
+    def _cut(self, given: Sequence[Tensor]) -> tuple[int, int, int] | None:
+        """The axis on which fewer samples are run now, with the number of samples before and now.
+
+        What was made for all samples, such as ``p.expand(B, -1, -1)``, is cut there. If its rows differ, the outputs do
+        not agree with those of the whole batch, which is looked at wherever a part of it is run.
+        """
+        for before, tensor in zip(self._shapes, given, strict=False):  # without shapes: nothing of the batch
+            for axis, (size, length) in enumerate(zip(before, tensor.shape, strict=True)):
+                if size != length:
+                    return axis, size, length
+        return None
+
+
+class Call(nn.Module):
+    """A recorded call as a module, so that it can be run again as modules are."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.local = {full: f"p{k}" for k, full in enumerate(sorted(parameters))}
+        for full, local in self.local.items():
+            self.register_parameter(local, parameters[full])
+
+    def forward(self, recording: Recording, *given: Tensor) -> Any:
+        """Run it again."""
+        return recording.run(_Again({full: getattr(self, local) for full, local in self.local.items()}, given))
+
+
+class Lookup(nn.Module):
+    """What the rule for embeddings wants to know of one."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight, self.num_embeddings, self.padding_idx = weight, len(weight), padding_idx
+
+
+class Functions(nn.Module):
+    """Stands for the functions that are called with these parameters.
+
+    Args:
+        model: The bare module.
+        names: Of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self._model, self._names = (model,), tuple(names)  # a tuple, since it is no module of this one
+        self._sites: dict[tuple[int, frozenset[str]], Call] = {}
+
+    @property
+    def called(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
+        return {name: self._model[0].get_parameter(name) for name in self._names}
+
+    def site(self, number: int, names: frozenset[str]) -> Call:
+        """The module of the call of this number in a forward pass, the same at every step."""
+        key = number, names
+        if key not in self._sites:
+            called = self.called
+            self._sites[key] = Call({name: called[name] for name in names})
+        return self._sites[key]
+
+    def closed_form(self, recording: Recording) -> tuple[Rule, nn.Module, dict[str, str]] | None:
+        """The closed form that serves a call, with a module for it and the parameters by local name."""
+        args = list(recording.args)
+        weight = args[1] if len(args) > 1 else recording.kwargs.get("weight")
+        if not args or not isinstance(args[0], _Given) or not isinstance(weight, _Leaf):
+            return None
+        if recording.function is F.linear:
+            bias = args[2] if len(args) > 2 else recording.kwargs.get("bias")
+            if isinstance(bias, _Made):
+                return None
+            names = {"weight": weight.name} | ({"bias": bias.name} if isinstance(bias, _Leaf) else {})
+            return LINEAR, self, names
+        if recording.function is F.embedding and not any(args[3:]) and not recording.kwargs.get("max_norm"):
+            index = args[2] if len(args) > 2 else recording.kwargs.get("padding_idx")
+            if recording.kwargs.get("scale_grad_by_freq"):
+                return None
+            padding = index if index is None or index >= 0 else len(self.called[weight.name]) + index
+            return EMBEDDING, Lookup(self.called[weight.name], padding), {"weight": weight.name}
+        return None
+
+
+OnUse = Callable[[Recording, list[Tensor], Any, RandomState | None], None]
+"""Told of a use: the call, the tensors of the batch that it was given, what it returned, and the random numbers before,
+where it drew some."""
+
+
+class Watch(TorchFunctionMode):
+    """Sees the calls of functions in one forward pass.
+
+    Args:
+        parameters: What is looked for, by name.
+        batch_size: Of the pass.
+        device: Of the model.
+        on_use: Told of each use.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], batch_size: int, device: torch.device, on_use: OnUse
+    ) -> None:
+        super().__init__()
+        self._batch_size = batch_size
+        self._leaves = {id(p): _Leaf(name) for name, p in parameters.items()}
+        self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
+        self._device, self._on_use, self._suspended = device, on_use, 0
+        self.is_muted = False  # while another one sees a call of the model inside of this one
+
+    def mark(self, batch: Iterable[Tensor]) -> None:
+        """These belong to the batch."""
+        for tensor in batch:
+            if id(tensor) not in self._leaves:
+                self._known[tensor] = "batch"
+
+    def enter(self) -> None:
+        """Begin to look."""
+        self.__enter__()
+
+    def leave(self) -> None:
+        """Look away; what the model left on top of the modes stays, and this one is mute below it."""
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+        else:
+            self.is_muted = True
+
+    def suspend(self) -> None:
+        """Be away for a module whose code asks whether there is a mode."""
+        if not self._suspended:
+            self.leave()
+        self._suspended += 1
+
+    def resume(self) -> None:
+        """Be there again."""
+        self._suspended -= 1
+        if not self._suspended:
+            self.enter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_muted:
+            return func(*args, **kwargs)
+        given = tensors((args, kwargs))
+        kinds = [self._kind(t) for t in given]
+        if not any(isinstance(kind, Part) for kind in kinds):
+            result = func(*args, **kwargs)
+            if "batch" in kinds:
+                self.mark(tensors(result))
+                if _writes(func):
+                    self.mark(given[:1])
+            return result
+        has_batch = "batch" in kinds
+        # What a call writes to is kept as it was; constants are kept as they are.
+        kept = [t.detach().clone() if k == 0 and _writes(func) else t for k, t in enumerate(given)]
+        before = RandomState.take(self._device)
+        result = func(*args, **kwargs)
+        made = tensors(result)
+        drew = bool(made) and before.torch_drew()
+        if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained
+            self.mark([*made, *given[:1]] if _writes(func) else made)
+            return result
+        recording, batch = self._record(func, args, kwargs, kinds, kept)
+        if has_batch:
+            self.mark(made)
+            self._on_use(recording, batch, result, before if drew else None)
+        else:
+            for position, tensor in enumerate(made):
+                if id(tensor) not in self._leaves:
+                    self._known[tensor] = _Made(recording, position)
+        return result
+
+    def _kind(self, tensor: Tensor) -> Part | str | None:
+        """A parameter or what was made of some, "batch", or nothing: a constant."""
+        kind = self._leaves.get(id(tensor)) or self._known.get(tensor)
+        if kind is None and tensor.grad_fn is not None and self._batch_size in tensor.shape:
+            return "batch"  # from a function that no mode sees, such as an autograd.Function
+        return kind
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, kinds: Sequence[Any], kept: Sequence[Tensor]
+    ) -> tuple[Recording, list[Tensor]]:
+        """The call, and the tensors of the batch in it; constants that are as long as the batch are cut with it."""
+        batch: list[Tensor] = []
+        parts: list[Part] = []
+        turn = iter(zip(kinds, kept, strict=True))
+        is_use = "batch" in kinds
+
+        def exchange(_: Tensor) -> Any:
+            kind, tensor = next(turn)
+            if isinstance(kind, Part):
+                parts.append(kind)
+                return kind
+            if not is_use:
+                return tensor
+            batch.append(tensor)
+            parts.append(_Given(len(batch) - 1))
+            return parts[-1]
+
+        args, kwargs = map_tensors(exchange, (tuple(args), dict(kwargs)))
+        return Recording(func, args, kwargs, parts, [t.shape for t in batch]), batch
+
+
+def _writes(function: Any) -> bool:
+    """Whether a function writes to its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in WRITING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that compute in another way, by some 1e-6, where there is a mode."""
+
+
+@contextmanager
+def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> Generator[None, None, None]:
+    """Inside, calls of the model are watched.
+
+    Args:
+        model: The bare module.
+        watch: What looks at them.
+        batch_dim: The batch axis of its inputs.
+        batch_size: Their length there.
+    """
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        watch.mark(batched((args, kwargs), batch_dim, batch_size))
+        watch.enter()
+
+    handles = [
+        model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+        model.register_forward_hook(lambda *_: watch.leave(), always_call=True),
+        *away(model, lambda: watch),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def batched(tree: Any, batch_dim: int, batch_size: int) -> list[Tensor]:
+    """The tensors whose axis ``batch_dim`` is as long as the batch."""
+    return [t for t in tensors(tree) if t.dim() > batch_dim and t.shape[batch_dim] == batch_size]
+
+
+def away(model: nn.Module, watch: Callable[[], Watch | None]) -> list[Any]:
+    """Hooks that take the mode away where modules ask whether there is one."""
+    handles: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, ASKING) and module is not model:
+            gone: list[Watch] = []
+
+            def leave(asking: nn.Module, _: Any, gone: list[Watch] = gone) -> None:
+                mode = watch()
+                if mode is not None and not asking.training:
+                    gone.append(mode)
+                    mode.suspend()
+
+            def back(_: nn.Module, args: Any, output: Any, gone: list[Watch] = gone) -> None:
+                if gone:
+                    gone[-1].mark(tensors(output))
+                    gone.pop().resume()
+
+            handles.append(module.register_forward_pre_hook(leave, prepend=True))
+            handles.append(module.register_forward_hook(back, prepend=True, always_call=True))
+    return handles
