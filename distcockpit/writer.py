@@ -193,7 +193,6 @@ class Writer:
             many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
             if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time
                 waiting = failed = not self._commit()
-                self._last_commit = time.monotonic()
         if not self._commit(self._last_state):
             time.sleep(AGAIN_SECONDS)
             self._commit(self._last_state)
@@ -234,7 +233,6 @@ class Writer:
             if self._store.unwritten_rows and (self._commit_now.is_set() or self._is_late):
                 self._commit_now.clear()
                 self._commit()
-                self._last_commit = time.monotonic()
             time.sleep(POLL_SECONDS)
         return True
 
@@ -266,6 +264,8 @@ class Writer:
         except Exception as error:
             self.report(error, f"{self._store.name} could not be written; its rows are kept and tried again")
             return False
+        finally:
+            self._last_commit = time.monotonic()
         self.error = None
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -138,10 +140,16 @@ def test_three_bugs_are_found(tmp_path: Path) -> None:
         assert f"](bug_{bug}.png)" in page and (ROOT / f"docs/bug_{bug}.png").exists()
 
 
+def port_below_the_ephemeral() -> int:
+    """A free port that no connection of another process is given in the meantime."""
+    while True:
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            candidate.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return int(candidate.getsockname()[1])
+
+
 def test_digits_layer_by_layer_on_two_nodes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(port_below_the_ephemeral())
     store = str(tmp_path / "run")
     layers = ("--quantities", "layers", *SHORT)
     said = run("launch/two_nodes.sh", "examples/digits.py", "--store", store, *layers, RANKS="1", PORT=port)
