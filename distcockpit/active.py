@@ -48,12 +48,17 @@ class Active:
 
     @cached_property
     def subtracts_squares(self) -> bool:
-        """Whether any of them takes a variance from sums of squares and the square of a sum.
-
-        The sums must then be those of the very gradients that were squared: autograd's, which are rounded otherwise,
-        leave nothing of a small variance.
-        """
+        """Whether any of them takes a variance from sums of squares and the square of a sum."""
         return self.wants("squared_norms", "squared_gradients")
+
+    @cached_property
+    def takes_autograds_sums(self) -> bool:
+        """Whether sums over individual gradients may come from autograd.
+
+        A variance of single elements wants the sums of the very gradients that were squared: autograd's, which are
+        rounded otherwise, leave nothing of a small one.
+        """
+        return self.wants("mean_gradient", "projections") and not self.wants("squared_gradients")
 
 
 class Actives:

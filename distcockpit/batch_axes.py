@@ -102,15 +102,18 @@ class BatchAxes:
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
             best: dict[str, list[Shapes]] | None = None
+            most = 0
             for only_first in (True, False):  # others may have the batch's length by chance
                 shapes.clear()
                 try:
                     more = self._with_one_more(forward, only_first)
                     see = watched(model, watch, self.batch_dim, forward.batch_size + 1) if called else nullcontext()
                     with torch.no_grad(), see, replayed(model, more, statistics, ModuleStates.take(model)):
-                        if _output_grew(forward, shapes):
+                        grew, may_grow = _outputs_that_grew(forward, shapes)
+                        if grew and grew >= may_grow:
                             return dict(shapes)
-                    best = best or (dict(shapes) if _anything_grew(forward, shapes) else None)
+                    if grew > most or (best is None and _anything_grew(forward, shapes)):
+                        best, most = dict(shapes), grew
                     problem = problem or "nothing that it computes grew"
                 except Exception as error:  # the user's model: anything
                     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
@@ -193,9 +196,14 @@ def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
 
 
-def _output_grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:
-    """Whether what the model returns has other shapes than in the pass; packed sequences may lose a sample."""
-    return any(shapes_of(forward.output) != shapes for shapes in more.get("", ()))
+def _outputs_that_grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> tuple[int, int]:
+    """How many tensors that the model returns have other shapes than in the pass, and how many have the batch's length.
+
+    Packed sequences may lose a sample. Where one of two inputs grew, one of two outputs may: that of an encoder.
+    """
+    before = shapes_of(forward.output)
+    counts = [sum(a != b for a, b in zip(before, after, strict=False)) for after in more.get("", ())]
+    return max(counts, default=0), sum(forward.batch_size in shape for shape in before)
 
 
 def _anything_grew(forward: ForwardPass, more: Mapping[str, list[Shapes]]) -> bool:

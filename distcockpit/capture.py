@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,8 @@ from distcockpit.rng import RandomState
 from distcockpit.runs import Runs
 from distcockpit.trees import map_tensors, tensors
 
-Observer = Callable[[Tensor, bool], Tensor | None]
+Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
+"""What to keep of an output, and of which layers."""
 
 TOLD_TWICE = (
     "{} for the same forward pass, so that the losses of its samples are told twice. Tell them once: by the loss "
@@ -385,7 +386,7 @@ class Capture:
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
         """Hand the first floating-point tensor among the outputs to the observers."""
-        if not self._observers or not use.layer.is_leaf:
+        if not use.layer.is_leaf or not any(use.layer.path in paths for _, paths in self._observers.values()):
             return
         first = next((k for k, t in enumerate(tensors(output)) if t.is_floating_point()), None)
         if first is None:
@@ -399,7 +400,8 @@ class Capture:
     def _show(self, use: Use, position: int, values: Tensor) -> None:
         axis = use.axes[position]
         values = values if axis is None else values.movedim(axis, 0)
-        kept = {name: observe(values, axis is not None) for name, observe in self._observers.items()}
+        mine = {name: observe for name, (observe, paths) in self._observers.items() if use.layer.path in paths}
+        kept = {name: observe(values, axis is not None) for name, observe in mine.items()}
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:

@@ -91,7 +91,7 @@ class DistCockpit(Joinable):
             sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses, at the
             latest when the first tracked step ends.
         memory_budget: Most memory for a block of individual gradients and what it is formed from, in bytes or as a text
-            ("64MiB"). A block holds at least one sample, and not more than pays (8 MiB). As much again may stay of
+            ("64MiB"). A block holds at least one sample, and not more than pays (32 MiB). As much again may stay of
             what was formed, until the end of the step, or of the next one where an update is looked at from both ends.
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.

@@ -2,7 +2,9 @@
 
 One walk over the individual gradients feeds everything that needs nothing pooled. Then the element-wise vectors are
 pooled, the mean gradient G among them; a second walk takes the projections on G. Where no quantity subtracts squares, G
-comes from autograd, is pooled at once, and one walk does. At last comes the iteration for eigenvalues.
+comes from autograd, is pooled at once, and one walk does. Where squared norms are subtracted, autograd's G serves, too,
+as long as its rounding is small against the variance: ranks see that from the same pooled numbers, and where it is not
+sum up again in float64. At last comes the iteration for eigenvalues.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from distcockpit.agreed import Setup
 from distcockpit.arrivals import Arrivals
 from distcockpit.captured import Captured
 from distcockpit.curvature import Curvature
-from distcockpit.gradients.statistics import GradientSum, Projection, SquaredNorms, SquareSum, Statistic
+from distcockpit.gradients.rounding import Rounding, doubtful, roundings
+from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
@@ -29,6 +32,7 @@ from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch, Shar
 from distcockpit.session import Session
 
 SUMS, SQUARES, AVERAGED = "sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
+ROUNDING = "what bounds the rounding of sums"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Exchanges:
         kinds += [AVERAGED] if active.wants("averaged") else []
         kinds += dict.fromkeys(active.needs[q.name].curvature for q in active.with_need("pooled_curvature"))
         self.kinds = kinds  # in the order of the buffer
-        self._to_pool = bool(kinds)
+        kinds += [ROUNDING] if active.takes_autograds_sums and active.subtracts_squares else []
+        self._to_pool, self._more = bool(kinds), 0
         self.eigenvalues: list[LargestEigenvalue] = active.each("eigenvalue")
         self._to_confirm = len(self.eigenvalues)
 
@@ -92,11 +97,24 @@ class Exchanges:
             self._to_pool = False
             return {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
         total = self._pool(torch.cat([part for own in parts.values() for part in own]))
-        return dict(zip(self.kinds, total.chunk(len(self.kinds)), strict=True))
+        return dict(zip(self.kinds, total.split([self._size(kind) for kind in self.kinds]), strict=True))
+
+    def _size(self, kind: object) -> int:
+        facts = self._setup.facts
+        return 3 * len(self._setup.tracked) if kind == ROUNDING else facts.n_parameters
 
     def _pool(self, buffer: Tensor) -> Tensor:
         self._to_pool = False
         return self._waited_for(buffer)
+
+    def expect_more(self, size: int) -> None:
+        """All ranks are about to pool a vector of this length once more."""
+        self._more = size
+
+    def pool_more(self, vector: Tensor) -> Tensor:
+        """Add it over ranks."""
+        self._more = 0
+        return vector if self._setup.world.size == 1 else self._waited_for(vector.clone())
 
     def confirm(self) -> None:
         """Make sure that all ranks are about to begin an iteration for an eigenvalue; once for each.
@@ -121,9 +139,11 @@ class Exchanges:
 
     def give_up(self) -> None:
         """Answer what the other ranks still wait for: with NaN, and with the word that this one failed."""
+        unknown = torch.full((), float("nan"), dtype=torch.float64, device=self._setup.device)
         if self._to_pool:
-            size = len(self.kinds) * self._setup.facts.n_parameters
-            self._pool(torch.full((size,), float("nan"), dtype=torch.float64, device=self._setup.device))
+            self._pool(unknown.repeat(sum(map(self._size, self.kinds))))
+        if self._more:
+            self.pool_more(unknown.repeat(self._more))
         if self._to_confirm:
             self._confirm(1.0)
 
@@ -192,33 +212,54 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
-    squares = SquareSum(parameters) if SQUARES in exchanges.kinds else None
     slopes = None
     if update is not None and not update.interrupted:
         slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
-    statistics: list[Statistic] = [statistic for statistic in (norms, squares, slopes) if statistic is not None]
+    statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
     statistics += [statistic for each in own.values() for statistic in each.values()]
 
-    names = list(parameters)
+    names, blocks = list(parameters), setup.block_elements
     vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
-    known = None
-    if SUMS in exchanges.kinds:
-        if not (active.subtracts_squares or setup.batch_statistics_are_constants):
-            known = told_by_autograd(captured, side.arrivals, pool)
-    adding = GradientSum(parameters) if SUMS in exchanges.kinds and known is None else None
-    blocks = setup.block_elements
-    if known is None:
+    told = None
+    if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
+        told = told_by_autograd(captured, side.arrivals, pool)
+    rounded: dict[str, Rounding] = {}
+    if told is None or active.subtracts_squares:
+        rounded = {} if told is None else roundings(batches, names)
+        exact = {name: p for name, p in parameters.items() if name not in rounded}
+        adding = GradientSum(exact) if SUMS in exchanges.kinds else None
+        if SQUARES in exchanges.kinds:
+            adding = powers = PowerSums(parameters)
+            vectors |= {SQUARES: [powers.flat_squares]}
         once_more = setup.memory_budget if side.keeps or active.wants("projections") else 0
-        walk(batches, every_parameter, names, [*statistics, *([] if adding is None else [adding])], blocks, once_more)
+        own_sums = [] if adding is None else [adding]
+        once_more = walk(batches, every_parameter, list(exact), [*statistics, *own_sums], blocks, once_more)
+        if norms is not None and rounded:
+            quick = SquaredNorms({name: parameters[name] for name in rounded}, exact=False)
+            those = [quick if statistic is norms else statistic for statistic in statistics]
+            walk(batches, every_parameter, list(rounded), those, blocks, once_more)
+            norms.replace(quick)
         statistics = []
-    if adding is not None:
-        known = adding.flat
-    sums = ByParameter(nothing, {}) if known is None else ByParameter(known, parameters)
+        if told is None:
+            told = None if adding is None else adding.flat
+        elif adding is not None:
+            for name, part in adding.sums.items():
+                ByParameter(told, parameters)[name].copy_(part)
+    sums = ByParameter(nothing, {}) if told is None else ByParameter(told, parameters)
     vectors |= {SUMS: [sums.flat]}
-    vectors |= {} if squares is None else {SQUARES: [squares.flat]}
     vectors |= {AVERAGED: [side.arrivals.flat]} if AVERAGED in exchanges.kinds else {}
+    if ROUNDING in exchanges.kinds and norms is not None:
+        zeros = nothing.new_zeros(2)
+        bounds = {name: rounding.pooled(norms.values[name])[1:] for name, rounding in rounded.items()}
+        vectors |= {ROUNDING: [torch.cat([norms.values[n][None], bounds.get(n, zeros)]) for n in names]}
     pooled = exchanges.pool(vectors)
     mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
+    mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
+    if ROUNDING in pooled and norms is not None:
+        again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, pool.n)
+        if again:
+            _sum_exactly(again, batches, side, exchanges, blocks, norms, sums, mean)
+            mean_squared = kernels.squared_norms(list(mean.values()))
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
     once_more = setup.memory_budget if side.keeps else 0
     walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks, once_more)
@@ -241,7 +282,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         statistics={},
         gradient_sums=sums,
         mean_gradient=mean,
-        mean_squared=kernels.squared_norms(list(mean.values())) if mean else nothing,
+        mean_squared=mean_squared,
         squared_norms=nothing if norms is None else norms.flat,
         projections=nothing if onto is None else onto.values[0],
         shard=Shard(
@@ -271,6 +312,28 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         )
         for q in active
     }
+
+
+def _sum_exactly(
+    names: Sequence[str],
+    batches: Sequence[MicroBatch],
+    side: Side,
+    exchanges: Exchanges,
+    block_elements: int,
+    norms: SquaredNorms,
+    sums: ByParameter,
+    mean: ByParameter,
+) -> None:
+    """Put sums in float64, over the very gradients that are squared, in the place of rounded ones."""
+    parameters = {name: side.present.every[name] for name in names}
+    exchanges.expect_more(sum(p.numel() for p in parameters.values()))
+    again, adding = SquaredNorms(parameters), GradientSum(parameters)
+    walk(batches, side.present.every, names, [again, adding], block_elements)
+    norms.replace(again)
+    pooled = ByParameter(exchanges.pool_more(adding.flat), parameters)
+    for name in names:
+        sums[name].copy_(adding.sums[name])
+        mean[name].copy_(pooled[name] / side.pool.n)
 
 
 def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> Tensor | None:

@@ -125,12 +125,14 @@ class TrackedStep:
         if session.keeps_values(self._starting):
             self._values = {name: p.detach().clone() for name, p in setup.every.items()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
-        observers = {q.name: q.observe for q in self._starting.with_need("outputs")}
+        leaves = setup.facts.leaves
+        observers = {
+            q.name: (q.observe, frozenset(q.observed_layers(leaves))) for q in self._starting.with_need("outputs")
+        }
         gradients = self._active.wants("output_gradients")
         norms = {path for path, _ in training(setup.batchnorms)}
         everything = gradients or bool(observers)
-        wants_mean = self._active.wants("mean_gradient", "projections") and not self._active.subtracts_squares
-        if wants_mean or self._active.wants("averaged"):
+        if self._active.takes_autograds_sums or self._active.wants("averaged"):
             watched = setup.tracked
         self._capture = Capture(
             setup.bare,

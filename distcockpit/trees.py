@@ -7,8 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+"""What holds no tensors, of what functions are given mostly."""
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -17,7 +21,7 @@ def tensors(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is tuple:  # arguments, mostly; torch's own walk over trees is slow
         return [tensor for item in tree for tensor in tensors(item)]
-    if type(tree) is dict and not tree:
+    if isinstance(tree, PLAIN) or (type(tree) is dict and not tree):
         return []
     return list(_tensors(tree))
 
@@ -38,6 +42,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return change(tree)
     if type(tree) is tuple:
         return tuple(map_tensors(change, item) for item in tree)
+    if isinstance(tree, PLAIN):
+        return tree
     if type(tree) is dict and not tree:
         return {}
 

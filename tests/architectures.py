@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from generative_models import Diffusion, NanoGpt, Twofold, UNet, lora
 from small_models import (
     CLASSES,
     LENGTH,
@@ -115,6 +116,10 @@ def texts(n: int) -> Batch:
 
 def pictures(n: int, size: int = 8) -> Batch:
     return {"pixel_values": torch.randn(n, 3, size, size), "labels": torch.arange(n) % CLASSES}
+
+
+def sounds(n: int) -> Batch:
+    return {"input_features": torch.randn(n, 5, 8), "labels": torch.randint(3, VOCABULARY, (n, LENGTH))}
 
 
 def embedded(body: nn.Module, take: Callable[[Any], Tensor] = lambda z: z, **embedding: Any) -> nn.Module:
@@ -351,6 +356,39 @@ CASES: dict[str, Case] = {
         group="Inputs and outputs",
     ),
     "an autograd function of one's own": Case(lambda: Net(OwnFunction(), FLAT), group="Inputs and outputs"),
+    "nanoGPT": Case(
+        NanoGpt,
+        batch=lambda n: {
+            "x": torch.randint(0, VOCABULARY, (n, LENGTH)),
+            "y": torch.randint(0, VOCABULARY, (n, LENGTH)),
+        },
+        losses=lambda model, batch: model(**batch)[1][None],
+        train=lambda model, batch, loss_fn: model(**batch)[1],
+        loss_fn=lambda: None,
+        called=("transformer.wpe.weight",),
+        group="Generative, written out",
+    ),
+    "U-Net": Case(
+        UNet,
+        batch=lambda n: {"x": torch.randn(n, 2, 6, 6), "y": torch.randn(n, 2, 6, 6)},
+        losses=lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean((1, 2, 3)),
+        loss_fn=nn.MSELoss,
+        group="Generative, written out",
+    ),
+    "diffusion, noise and times drawn in forward": Case(
+        Diffusion,
+        batch=lambda n: {"x": torch.randn(n, 2, 6, 6)},
+        losses=lambda model, batch: model(batch["x"])[1].mean((1, 2, 3)),
+        train=lambda model, batch, loss_fn: model(batch["x"])[0],
+        loss_fn=lambda: None,
+        alone=False,
+        group="Generative, written out",
+    ),
+    "LoRA": Case(lambda: Net(lora(False), FLAT), called=("body.0.a", "body.0.b"), group="Adapters, parametrizations"),
+    "LoRA, merged": Case(
+        lambda: Net(lora(True), FLAT), called=("body.0.a", "body.0.b"), group="Adapters, parametrizations"
+    ),
+    "nn.utils.parametrize, cached": Case(lambda: Net(Twofold(), FLAT), group="Adapters, parametrizations"),
     "GPT-2": trained_inside(
         lambda: hugging_face("GPT2Config:GPT2LMHeadModel", **TEXT, n_positions=8, n_embd=8, n_layer=2, n_head=2),
         labelled,
@@ -408,6 +446,44 @@ CASES: dict[str, Case] = {
             "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         ),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "Mamba": trained_inside(
+        lambda: hugging_face(
+            "MambaConfig:MambaForCausalLM",
+            **TEXT,
+            hidden_size=8,
+            state_size=3,
+            num_hidden_layers=2,
+            time_step_rank=2,
+            use_cache=False,
+        ),
+        labelled,
+        called=tuple(
+            f"backbone.layers.{k}.mixer.{name}"
+            for k in (0, 1)
+            for name in ("A_log", "D", "conv1d.bias", "conv1d.weight")
+        ),
+        group="Hugging Face transformers",
+    ),  # fmt: skip
+    "Whisper": trained_inside(
+        lambda: hugging_face(
+            "WhisperConfig:WhisperForConditionalGeneration",
+            **TEXT | {"pad_token_id": 0},
+            d_model=8,
+            num_mel_bins=5,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=12,
+            decoder_ffn_dim=12,
+            max_source_positions=4,
+            max_target_positions=8,
+            decoder_start_token_id=0,
+        ),
+        sounds,
+        alone=False,
         group="Hugging Face transformers",
     ),  # fmt: skip
     "ResNet, eval": trained_inside(lambda: in_eval(RESNET()), pictures, group="Hugging Face transformers"),

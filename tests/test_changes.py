@@ -211,8 +211,12 @@ def test_one_parameter_is_flat_too(tmp_path: Path) -> None:
     assert run["curved"]["axes"][0] == 1
 
 
-def test_short_sequences_of_wide_layers_are_not_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two T x T matrices are cheaper than one of the parameter's shape, norms come from them."""
+@pytest.mark.parametrize("n_micros", [1, 2])
+def test_short_sequences_of_wide_layers_are_not_formed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_micros: int
+) -> None:
+    """Where two T x T matrices are cheaper than one of the parameter's shape, norms come from them; sums of several
+    micro-batches from their factors, that of one from autograd."""
     used = set()
     for kind in (GradientSum, SquaredNorms):
 
@@ -230,8 +234,9 @@ def test_short_sequences_of_wide_layers_are_not_formed(tmp_path: Path, monkeypat
         for step in range(3):  # the last one checks nothing
             used.clear()
             with cockpit.track(step):
-                loss_fn(cockpit(x), y).backward()
-    assert used == {GradientSum, SquaredNorms}
+                for part in range(n_micros):
+                    loss_fn(cockpit(x[part::n_micros]), y[part::n_micros]).div(n_micros).backward()
+    assert used == ({SquaredNorms} if n_micros == 1 else {GradientSum, SquaredNorms})
     terms = nn.CrossEntropyLoss(reduction="sum")
     batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
     run = open_run(tmp_path / "r")

@@ -218,10 +218,11 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     before, exact = values.clone(), values.double()
     other = torch.randn(shape, generator=generator, dtype=dtype)
     for kernel in IMPLEMENTATIONS:
-        sums, squares = torch.ones(2, shape[1], dtype=torch.float64)
+        sums, again, squares = torch.ones(3, shape[1], dtype=torch.float64)
         kernel.add_sums(sums, values)
-        kernel.add_squares(squares, values)
-        torch.testing.assert_close(sums, 1 + exact.sum(0), rtol=1e-12, atol=1e-9)
+        kernel.add_powers(again, squares, values)
+        for each in (sums, again):
+            torch.testing.assert_close(each, 1 + exact.sum(0), rtol=1e-12, atol=1e-9)
         torch.testing.assert_close(squares, 1 + exact.square().sum(0), rtol=1e-12, atol=0.0)
         torch.testing.assert_close(kernel.squared_norm(values), exact.square().sum(), rtol=1e-12, atol=0.0)
         norms = kernel.squared_norms([values, values.sum(), values[:0]])

@@ -153,14 +153,16 @@ class Notes:
 class Gated(nn.Module):
     """A parameter of its own, attention with another layout, and random numbers."""
 
-    def __init__(self, gate: str) -> None:
+    def __init__(self, gate: str, can_be_mapped: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
         self.attention = nn.MultiheadAttention(6, 2, dropout=0.3)
-        self.gate, self.notes = gate, Notes()
+        self.gate, self.can_be_mapped, self.notes = gate, can_be_mapped, Notes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.notes.sizes.append(len(x))
+        if not self.can_be_mapped:
+            float(x.detach().sum())  # which `vmap` does not allow
         if self.notes.whole_only and len(x) < 19:
             if self.gate == "later":
                 raise ValueError("not a part of the batch")
@@ -174,11 +176,12 @@ class Gated(nn.Module):
         return nn.functional.dropout(z, 0.4, self.training)
 
 
+@pytest.mark.parametrize("can_be_mapped", [True, False], ids=["mapped", "in parts"])
 @pytest.mark.parametrize("gate", ["dropout", "noise", "size of the batch", "later", "later, silently"])
-def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
-    """Parts of the batch get its random numbers; what depends on the size of the batch is not cut."""
+def test_a_few_samples_at_a_time(tmp_path: Path, gate: str, can_be_mapped: bool) -> None:
+    """Single samples, or parts, get the batch's random numbers; what depends on the size of the batch is not cut."""
     torch.manual_seed(0)
-    n, gated, expected, sizes = 19, Gated(gate).double(), [], []
+    n, gated, expected, sizes = 19, Gated(gate, can_be_mapped).double(), [], []
     net = nn.Sequential(gated, nn.Flatten(), nn.Linear(24, 5)).double()
     x, y, loss_fn = torch.randn(n, 4, 6, dtype=torch.float64), torch.arange(n) % 5, nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
@@ -197,7 +200,8 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str) -> None:
             gated.notes.sizes = []
             assert torch.equal(torch.rand(3), after), "the random numbers of the run are others"
     # The training, what is drawn and comes out, the parts. Some calls ask whether that works.
-    usual = {"size of the batch": [n, n], "later": [n, n, 8, n]}.get(gate, [n, n, 8, 8, 3])
+    parts_of = [1] if can_be_mapped else [8, 8, 3]
+    usual = {"size of the batch": [n, n], "later": [n, n, parts_of[0], n]}.get(gate, [n, n, *parts_of])
     assert usual in sizes, sizes
     found = open_run(tmp_path / "run")["moments"]["mean_of"].values
     unknown = np.isnan(found[:, 0])  # that of the scale, where a part is not what it is in the whole batch
@@ -217,10 +221,10 @@ def test_which_rows_agree() -> None:
     nan, inf = torch.nan, torch.inf
     expected = {0: torch.tensor([1.0, nan, inf, 1000.0, 1.0]), 2: torch.ones(5, 2, 3)}
     found = {0: torch.tensor([1.1, nan, inf, 1000.5, nan]), 2: torch.ones(5, 2, 3)}
-    assert parts.rows_agree(found, expected, 1e-3).tolist() == [True, True, True, True, False]
+    assert parts.rows_agree(found, expected, slice(0, 5), 1e-3).tolist() == [True, True, True, True, False]
     found[2][3, 1, 1] = 2.0
-    assert parts.rows_agree(found, expected, 1e-3).tolist() == [True, True, True, False, False]
-    assert parts.rows_agree({0: torch.ones(3, 0)}, {0: torch.ones(3, 0)}, 1e-3).all()
+    assert parts.rows_agree(found, expected, slice(0, 5), 1e-3).tolist() == [True, True, True, False, False]
+    assert parts.rows_agree({0: torch.ones(3, 0)}, {0: torch.ones(3, 0)}, slice(0, 3), 1e-3).all()
 
 
 def test_the_readme_says_what_works() -> None:

@@ -111,7 +111,8 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     with job(tmp_path, 2, steps=9, cockpit=LONG, faults={"1": ["kill", 3]}) as (first, second):
         assert first.ends() == 3 and second.ends() == -signal.SIGKILL
         assert "Where they were last: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
-    assert rows(tmp_path) in ([0, 1, 2], [0, 1])  # the sums of the last step may have died with the rank
+    left = rows(tmp_path)  # the sums of the latest steps may have died with the rank, on their way
+    assert left and left == [0, 1, 2][: len(left)]
 
 
 def test_all_ranks_are_killed(tmp_path: Path) -> None:

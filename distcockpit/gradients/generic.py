@@ -1,14 +1,17 @@
-"""Any other module: run it again, batched, and pull back output gradients masked to single samples.
+"""Any other module: run it again, and pull back the output gradients of single samples.
 
-To pull back the gradient of one sample takes as long as the batch that the module was run on. So it is run on a few
-samples at a time, with their part of the random numbers of the batch, where that gives what the whole batch gives.
+Where it can be mapped over single samples (`torch.func.vmap`), with their part of the random numbers of the batch, that
+takes about as long as the batch did. Otherwise it is run batched, and output gradients masked to single samples are
+pulled back; that of one sample takes as long as the batch, so it is run on a few samples at a time where that gives
+what the whole batch gives.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,13 +37,15 @@ Outputs = dict[int, Tensor]
 Route = Callable[[slice], list[Tensor]]
 """Maps a range of samples to their individual gradients, parameter by parameter."""
 
+MAPPED, WHOLE = "mapped", 2
+
 
 @dataclass
 class _Verdict:
-    """Whether a module can be run on parts of the batch; asked again at the 1st, 2nd, 4th, 8th, ... call."""
+    """By which route a module can be run; asked again at the 1st, 2nd, 4th, 8th, ... call."""
 
     calls: int = 0
-    works: bool = False
+    route: int = 0
 
 
 class GenericRule:
@@ -62,44 +67,48 @@ class GenericRule:
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """One batched backward per few samples; every forward has the random state of the original call."""
         again = _Again(use, names, values)
-        route, works = (again.in_parts(), True) if self._works_in_parts(use, again) else (again.whole(), False)
+        chosen = self._chosen(use, again)
+        use.found[MAPPED] = chosen == 0
+        route = again.routes[chosen]()
 
         def block(samples: slice) -> dict[str, Tensor]:
-            nonlocal route, works
+            nonlocal route, chosen
             try:
                 return dict(zip(names, route(samples), strict=True))
             except Exception:
-                if not works:
+                if chosen == WHOLE:
                     raise
-                route, works = again.whole(), False  # this call is unlike the one that was tried
+                route, chosen = again.whole(), WHOLE  # this call is unlike the one that was tried
                 return dict(zip(names, route(samples), strict=True))
 
         return block
 
-    def _works_in_parts(self, use: Use, again: _Again) -> bool:
-        if parts.batch_size(use) <= parts.FEW:
-            return False
+    def _chosen(self, use: Use, again: _Again) -> int:
+        """Which of the routes: the first that works."""
+        if parts.batch_size(use) < 2:
+            return WHOLE
         call = (parts.batch_axes(use), tuple(use.training.values()), use.autocast, use.drew)
         verdict = self._verdicts.setdefault(use.layer.module, {}).setdefault(call, _Verdict())
         verdict.calls += 1
         if verdict.calls & (verdict.calls - 1) == 0:
-            before, verdict.works = verdict.works, again.works_in_parts()
-            if before and not verdict.works:
-                name = f"'{use.layer.path}' ({type(use.layer.module).__name__})"
+            before, verdict.route = verdict.route, next(k for k in range(WHOLE + 1) if k == WHOLE or again.works(k))
+            if verdict.calls > 1 and verdict.route > before:
                 logger.warning(
-                    "distcockpit: %s does not treat parts of a batch as it treats the whole any more; rows since the "
-                    "last check may be wrong. It is run on the whole batch now, which is exact, and slower.",
-                    name,
+                    "distcockpit: '%s' (%s) does not treat parts of a batch as it treats the whole any more; rows "
+                    "since the last check may be wrong. It is run in another way now, which is exact, and slower.",
+                    use.layer.path,
+                    type(use.layer.module).__name__,
                 )
-        return verdict.works
+        return verdict.route
 
     def rows(self, use: Use, samples: slice) -> None:
         """Not of few rows."""
         return None
 
     def elements_per_sample(self, use: Use) -> int:
-        """The masked output gradients: as large as the whole output, for each sample."""
-        return sum(delta.numel() for delta in use.output_gradients.values())
+        """Of masked output gradients: the whole output, for each sample. Where it is mapped: what the call computes."""
+        deltas = list(use.output_gradients.values())
+        return sum(4 * delta[:1].numel() if use.found.get(MAPPED) else delta.numel() for delta in deltas)
 
 
 class _Again:
@@ -124,17 +133,38 @@ class _Again:
         names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.buffers}
         places = slots(module, "_buffers")
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
+        self.routes = (self.mapped, self.in_parts, self.whole)  # the fastest first
 
     def whole(self) -> Route:
         """From the whole batch at once."""
         outputs = self._run(self._use.args, self._use.kwargs)
         return lambda samples: self._pulled_back(outputs, slice(None), samples.start, samples.stop)
 
+    def mapped(self) -> Route:
+        """From single samples, many at once; NaN for samples whose outputs are not what they are in the whole batch."""
+        use, (drawn, expected) = self._use, self._expected()
+
+        def one(rows: list[Tensor], deltas: dict[int, Tensor]) -> tuple[tuple[Tensor, ...], Outputs]:
+            def run(*leaves: Tensor) -> Outputs:
+                return self._outputs(*parts.of_one(use, rows), leaves)
+
+            outputs, pull_back = torch.func.vjp(run, *(leaf.detach() for leaf in self._leaves))  # type: ignore[misc]
+            found = pull_back({p: delta.unsqueeze(0) for p, delta in deltas.items()})
+            return found, {p: z.squeeze(0) for p, z in outputs.items()}
+
+        def gradients(samples: slice) -> list[Tensor]:
+            deltas = {p: use.output_gradients[p][samples].to(z.dtype) for p, z in expected.items()}
+            rows = [_plain(t) for t in parts.rows_of(use, samples)]
+            with self._as_in_the_call(drawn and drawn.for_part(samples)), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that some operations take single samples one after the other
+                found, outputs = torch.func.vmap(one, randomness="different")(rows, deltas)
+            return self._where_equal(found, outputs, expected, samples)
+
+        return gradients
+
     def in_parts(self) -> Route:
         """From a few samples at a time; NaN for samples whose outputs are not what they are in the whole batch."""
-        drawn = Drawn(self._size) if self._use.drew else None
-        expected = self._run(self._use.args, self._use.kwargs, drawn, with_graph=False)
-        low = self._use.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
+        drawn, expected = self._expected()
         latest: dict[int, Outputs] = {}  # by the start of the piece: one sample at a time may be asked for
 
         def gradients(samples: slice) -> list[Tensor]:
@@ -144,24 +174,36 @@ class _Again:
                     latest.clear()
                     mine = drawn and drawn.for_part(piece)
                     latest[piece.start] = self._run(*parts.inputs_of(self._use, piece), mine)
-                outputs = latest[piece.start]
                 first, last = max(samples.start, piece.start) - piece.start, min(samples.stop, piece.stop) - piece.start
-                rows = {p: z[piece] for p, z in expected.items()}
-                agree = parts.rows_agree(outputs, rows, 3e-2 if low else 1e-3)[first:last]
-                found.append([
-                    torch.where(agree.view(-1, *[1] * (gradient.dim() - 1)), gradient, torch.nan)
-                    for gradient in self._pulled_back(outputs, piece, first, last)
-                ])
+                rows = {p: z[first:last] for p, z in latest[piece.start].items()}
+                mine_in_all = slice(piece.start + first, piece.start + last)
+                pulled = self._pulled_back(latest[piece.start], piece, first, last)
+                found.append(self._where_equal(pulled, rows, expected, mine_in_all))
             return [torch.cat(gradient) for gradient in zip(*found, strict=True)]
 
         return gradients
 
-    def works_in_parts(self) -> bool:
-        """Whether the first and the last part have the individual gradients that they have in the whole batch."""
+    def _expected(self) -> tuple[Drawn | None, Outputs]:
+        """What the whole batch draws, and gives."""
+        drawn = Drawn(self._size) if self._use.drew else None
+        return drawn, self._run(self._use.args, self._use.kwargs, drawn, with_graph=False)
+
+    def _where_equal(
+        self, gradients: Sequence[Tensor], rows: Outputs, expected: Outputs, samples: slice
+    ) -> list[Tensor]:
+        """NaN for samples whose outputs are not those of the whole batch."""
+        low = self._use.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
+        agree = parts.rows_agree(rows, expected, samples, 3e-2 if low else 1e-3)
+        return [torch.where(agree.view(-1, *[1] * (g.dim() - 1)), g, torch.nan) for g in gradients]
+
+    def works(self, route: int) -> bool:
+        """Whether the first and the last few samples have the individual gradients that the whole batch gives them."""
+        if self.routes[route] == self.in_parts and self._size <= parts.FEW:
+            return False
         try:
-            by_parts, whole = self.in_parts(), self.whole()
+            by_parts, whole = self.routes[route](), self.whole()
             pieces = parts.pieces(slice(0, self._size), self._size)
-            for piece in (pieces[0], pieces[-1]):
+            for piece in {pieces[0].start: pieces[0], pieces[-1].start: pieces[-1]}.values():
                 expected = whole(piece)
                 size = max(float(g.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for g in expected)
                 for a, b in zip(by_parts(piece), expected, strict=True):
@@ -196,10 +238,23 @@ class _Again:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Drawn | None = None, *, with_graph: bool = True
     ) -> Outputs:
         """The outputs that gradients reached in the call."""
-        use, module, device = self._use, self._module, self._device
+        with self._as_in_the_call(drawn), torch.set_grad_enabled(with_graph):
+            return self._outputs(args, kwargs, self._leaves)
+
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> Outputs:
+        """The same, with these in place of the leaves."""
+        use, present = self._use, dict(zip(map(id, self._leaves), leaves, strict=True))
         copies = {name: buffer.clone() for name, buffer in use.buffers.items()}
-        state = self._state | {slot: copies[name] for slot, name in self._buffers.items()}
+        state = {slot: present.get(id(tensor), tensor) for slot, tensor in self._state.items()}
+        state |= {slot: copies[name] for slot, name in self._buffers.items()}
         args, kwargs = map_tensors(_plain, (args, kwargs))
+        output = tensors(functional_call(self._module, state, args, kwargs, tie_weights=False))
+        return {p: output[p].movedim(use.axes[p] or 0, 0) for p in use.output_gradients}
+
+    @contextmanager
+    def _as_in_the_call(self, drawn: Drawn | None) -> Generator[None, None, None]:
+        """Everything around the module as it was in the call."""
+        use, module, device = self._use, self._module, self._device
         training = {m: m.training for m in module.modules()}
         sparse = [m for m in module.modules() if getattr(m, "sparse", False) is True]
         _set_training(use.training)
@@ -208,15 +263,13 @@ class _Again:
             with (
                 _as_it_was(use),
                 unchanged(device, use.random_state),
-                torch.set_grad_enabled(with_graph),
                 precision,
                 kept_activations(),
                 drawn or nullcontext(),
             ):
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
-                output = tensors(functional_call(module, state, args, kwargs, tie_weights=False))
-                return {p: output[p].movedim(use.axes[p] or 0, 0) for p in use.output_gradients}
+                yield
         finally:
             _set_training(training)
             for m in sparse:

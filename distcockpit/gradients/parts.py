@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -41,18 +41,43 @@ def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]
     return map_tensors(cut, (use.args, use.kwargs))
 
 
+def rows_of(use: Use, samples: slice) -> list[Tensor]:
+    """The inputs that have a batch axis, of some samples, with that axis in front."""
+    cut = zip(tensors((use.args, use.kwargs)), batch_axes(use), strict=True)
+    return [tensor.movedim(axis, 0)[samples] for tensor, axis in cut if axis is not None]
+
+
+def of_one(use: Use, rows: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs as a batch of one sample, which has these rows."""
+    left = iter(rows)
+
+    def exchange(tensor: Tensor) -> Tensor:
+        axis = _batch_axis(use, tensor)
+        return tensor if axis is None else next(left).unsqueeze(axis)
+
+    return map_tensors(exchange, (use.args, use.kwargs))
+
+
 def _batch_axis(use: Use, tensor: Tensor) -> int | None:
     """Which axis of an input is as long as the batch: first that which is the batch in the output."""
     first = next((axis for axis in use.axes if axis is not None), 0)
     return next((k for k in (first, 0) if tensor.dim() > k and tensor.shape[k] == batch_size(use)), None)
 
 
-def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], tolerance: float) -> Tensor:
-    """For each sample whether all its outputs are the same but for rounding, bool ``[n]``; waits for no device."""
+def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], samples: slice, tolerance: float) -> Tensor:
+    """For each sample whether all its outputs are the same but for rounding, bool ``[n]``; waits for no device.
+
+    Args:
+        found: Outputs of some samples.
+        expected: Those of the whole batch.
+        samples: Which these are.
+        tolerance: Relative to the largest output of the batch.
+    """
     agree = []
     for position, z in expected.items():
-        a, b = (t.detach().double().reshape(len(z), z.numel() // len(z)) for t in (found[position], z))
-        size = b.abs().nan_to_num(nan=0.0, posinf=0.0).amax() if b.numel() else 0.0
+        size = z.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax() if z.numel() else 0.0
+        n = samples.stop - samples.start
+        a, b = (t.detach().double().reshape(n, z.numel() // len(z)) for t in (found[position], z[samples]))
         agree.append((((a - b).abs() <= tolerance * size) | (a == b) | (a.isnan() & b.isnan())).all(1))
     return torch.stack(agree).all(0)
 
@@ -87,10 +112,16 @@ class Drawn(TorchDispatchMode):
         return result
 
     def _of_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """The samples of the part, which may have several rows each (heads of attention)."""
+        """The samples of the part, which may have several rows each (heads of attention).
+
+        Where samples are mapped, they have an axis of their own, in front of the shape of a batch of one.
+        """
         if whole.shape == shape:
             return whole
-        n = self._part.stop - self._part.start
-        axis = next(k for k, length in enumerate(whole.shape) if length * n == shape[k] * self._size)
-        each = shape[axis] // n
-        return whole.narrow(axis, self._part.start * each, n * each)
+        n, mapped = self._part.stop - self._part.start, len(shape) > whole.dim()
+        of_part = shape[1:] if mapped else shape
+        held = 1 if mapped else n
+        axis = next(k for k, length in enumerate(whole.shape) if length * held == of_part[k] * self._size)
+        each = of_part[axis] // held
+        rows = whole.narrow(axis, self._part.start * each, n * each)
+        return rows.unflatten(axis, (n, each)).movedim(axis, 0) if mapped else rows

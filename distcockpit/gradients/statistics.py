@@ -110,56 +110,70 @@ class GradientSum(Statistic):
         return self.sums[name].view(delta.shape[1], x.shape[1])
 
 
-class SquareSum(Statistic):
-    """``sum_i g_i^2``, element by element, by parameter, in float64.
+class PowerSums(GradientSum):
+    """``sum_i g_i`` and ``sum_i g_i^2``, element by element, by parameter, in float64.
 
     float64 because ``N G^2`` is subtracted later: squares of float32 numbers are exact in float64, and a difference
     of sums of them loses nothing that the individual gradients had.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.flat, self.sums = zeros(parameters)
+        super().__init__(parameters)
+        self.flat_squares, self.squares = zeros(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """``(delta^2)^T (x^2)``."""
-        matrix = self.sums[name].view(delta.shape[1], x.shape[1])
+        """``delta^T x`` and ``(delta^2)^T (x^2)``."""
+        super().outer(name, delta, x, samples)
+        matrix = self.squares[name].view(delta.shape[1], x.shape[1])
         matrix.addmm_(delta.double().square().T, x.double().square())
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
-        """The sum over the samples of the block."""
-        kernels.add_squares(self.sums[name], gradients)
+    def prefers_factors(self, t: int, o: int, i: int) -> bool:
+        """Squares of sums over t are not sums of squares."""
+        return t == 1
 
-    @property
-    def takes_rows(self) -> bool:
-        """They are added where they belong."""
-        return True
+    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+        """The sums over the samples of the block."""
+        kernels.add_powers(self.sums[name], self.squares[name], gradients)
 
     def rows(self, name: str, rows: Rows) -> None:
-        """The squares, row by row."""
-        self.sums[name].index_add_(0, rows.index.flatten(), rows.values.flatten(0, 1).double().square())
+        """Both, row by row."""
+        super().rows(name, rows)
+        self.squares[name].index_add_(0, rows.index.flatten(), rows.values.flatten(0, 1).double().square())
 
 
 class SquaredNorms(Statistic):
-    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64, as in `SquareSum`."""
+    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64, as in `PowerSums`.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    Args:
+        parameters: By name.
+        exact: Whether products of factors keep all that these hold, so that a small difference may be taken.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, exact: bool = True) -> None:
         device = next((p.device for p in parameters.values()), None)
         self.flat = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.values = dict(zip(parameters, self.flat.unbind(), strict=True))
+        self._exact = exact
+
+    def replace(self, other: SquaredNorms) -> None:
+        """Take over what another has, of its parameters."""
+        for name, value in other.values.items():
+            self.values[name].copy_(value)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""
         self.values[name] += kernels.inner_rows(delta, delta) @ kernels.inner_rows(x, x)
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Where two float64 matrices ``[T, T]`` cost less than one of the shape of the parameter."""
-        return t == 1 or 4 * t * (o + i) < o * i
+        """Where two matrices ``[T, T]`` cost less than one of the shape of the parameter; in float64 twice as much."""
+        return t == 1 or (4 if self._exact else 1) * t * (o + i) < o * i
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, because its terms may cancel."""
-        delta, x = delta.double(), x.double()
-        products = torch.bmm(delta, delta.transpose(1, 2)).mul_(torch.bmm(x, x.transpose(1, 2)))
-        self.values[name] += products.sum((1, 2)).clamp_(min=0).sum()
+        """``sum_st <delta_is, delta_it> <x_is, x_it>``; where it must be exact in float64, as terms may cancel."""
+        if self._exact:
+            delta, x = delta.double(), x.double()
+        first, second = (torch.bmm(factor, factor.transpose(1, 2)).flatten(1) for factor in (delta, x))
+        self.values[name] += kernels.inner_rows(first, second).clamp_(min=0).sum()
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,7 +13,7 @@ from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import Formed, MicroBatch, Use
 
-BLOCK_ELEMENTS = 1 << 21  # 8 MiB of float32: smaller blocks leave matrix products without work for the cores
+BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks leave matrix products without work
 
 
 @torch.no_grad()
@@ -23,7 +24,7 @@ def walk(
     statistics: Sequence[Statistic],
     block_elements: int = BLOCK_ELEMENTS,
     keep: int = 0,
-) -> None:
+) -> int:
     """Feed the individual gradients of all tracked parameters to ``statistics``.
 
     What follows from the factors of a layer is taken from them. Where a statistic needs formed gradients, they come in
@@ -38,9 +39,12 @@ def walk(
         statistics: Accumulators; all of them see the same blocks while these are in cache.
         block_elements: Elements of a block, and of what is needed to form it; at least one sample.
         keep: Bytes of formed individual gradients that may stay in the micro-batches for the next walk.
+
+    Returns:
+        How many bytes may still be kept.
     """
     if not statistics or not tracked:
-        return
+        return keep
     start, left = 0, keep
     with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under one
         for batch in batches:
@@ -52,6 +56,7 @@ def walk(
                     batch.formed.update(formed)
                     left -= sum(g.numel() * g.element_size() for pieces in formed.values() for _, g in pieces)
             start += batch.batch_size
+    return left
 
 
 def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
@@ -211,12 +216,13 @@ class _Group:
                     block[n].view(shape) for local, block in parts for n, full in local.items() if full == name
                 ]
                 if gradients:
-                    yield samples, name, gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                    yield samples, name, functools.reduce(torch.add, gradients)
                 else:
                     yield samples, name, self._values[name].new_zeros(()).expand(shape)
 
     def _pieces(self, per_sample: int) -> Iterator[slice]:
         n = self._batch_size if not per_sample else max(1, self._block_elements // per_sample)
+        n = -(-self._batch_size // -(-self._batch_size // n))  # in as many pieces, of about the same size
         for first in range(0, self._batch_size, n):
             yield slice(first, min(first + n, self._batch_size))
 

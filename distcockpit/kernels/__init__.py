@@ -193,15 +193,16 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     return _implementation(values).inner_rows(values, others)
 
 
-def add_squares(sums: Tensor, values: Tensor) -> None:
-    """Add ``sum_n values[n]^2``, squared and added in float64, to ``sums``.
+def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``, both in float64.
 
     Args:
         sums: float64, changed in place.
+        squares: float64 of the same shape, changed in place.
         values: Shape ``[N, *sums.shape]``.
     """
     values = binnable(values)
-    _implementation(values).add_squares(sums, values)
+    _implementation(values).add_powers(sums, squares, values)
 
 
 def _implementation(values: Tensor) -> ModuleType:

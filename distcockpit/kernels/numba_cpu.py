@@ -106,10 +106,12 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
     _in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
 
 
-def add_squares(sums: Tensor, values: Tensor) -> None:
-    """Add ``sum_n values[n]^2`` to ``sums``, float64."""
-    rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: loops.add_squares(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
+def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``, float64."""
+    rows = _rows(values.reshape(len(values), sums.numel()))
+    first, second = sums.view(-1).numpy(), squares.view(-1).numpy()
+    cost = 2 * ADDED * len(rows)
+    _in_parts(lambda part: loops.add_powers(rows[:, part], first[part], second[part]), first.size, cost, rows.dtype)
 
 
 def count_nonfinite(values: Tensor) -> Tensor:

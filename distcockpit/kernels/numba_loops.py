@@ -172,10 +172,12 @@ def count_nonfinite(values):
 @_jit
 def add_sums(values, sums):
     """Add ``sum_n values[n]`` to ``sums``."""
-    for n in range(values.shape[0]):
-        row = values[n]
-        for i in range(row.size):
-            sums[i] += row[i]
+    for first in range(0, sums.size, CHUNK):
+        part = sums[first : first + CHUNK]  # which stays in the nearest cache
+        for n in range(values.shape[0]):
+            row = values[n, first : first + CHUNK]
+            for i in range(part.size):
+                part[i] += row[i]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -204,13 +206,16 @@ def inner_rows(values, others, sums):
 
 
 @_jit
-def add_squares(values, sums):
-    """Add ``sum_n values[n]^2`` to ``sums``."""
-    for n in range(values.shape[0]):
-        row = values[n]
-        for i in range(row.size):
-            v = np.float64(row[i])
-            sums[i] += v * v
+def add_powers(values, sums, squares):
+    """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``."""
+    for first in range(0, sums.size, CHUNK):
+        part, part_of_squares = sums[first : first + CHUNK], squares[first : first + CHUNK]
+        for n in range(values.shape[0]):
+            row = values[n, first : first + CHUNK]
+            for i in range(part.size):
+                v = np.float64(row[i])
+                part[i] += v
+                part_of_squares[i] += v * v
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

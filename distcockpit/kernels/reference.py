@@ -80,10 +80,12 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     return torch.linalg.vecdot(values.double(), others.double())
 
 
-def add_squares(sums: Tensor, values: Tensor) -> None:
-    """Add ``sum_n values[n]^2`` to ``sums``, float64."""
+def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``, float64."""
     for part in values.split(max(1, CHUNK // max(1, sums.numel()))):
-        sums += part.double().square().sum(0)
+        wide = part.double()
+        sums += wide.sum(0)
+        squares += wide.square().sum(0)
 
 
 def _samples(delta: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:

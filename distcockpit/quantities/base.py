@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -125,6 +125,14 @@ class Quantity(ABC):
             has_batch_axis: Whether its first axis is the batch, brought there from wherever it was.
         """
         raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe().")
+
+    def observed_layers(self, leaves: Mapping[str, bool]) -> Iterable[str]:
+        """Of which leaf modules it observes outputs; all, if it does not say.
+
+        Args:
+            leaves: Their names, and whether each is an activation.
+        """
+        return leaves
 
     def sizes(self, observed: Observed) -> Mapping[str, int]:
         """Lengths of sums that are known only when outputs are there, by name; for quantities that need output sizes.

@@ -56,8 +56,11 @@ class GradientActivation(Quantity):
         def shares() -> Tensor:
             shapes = [(len(g), g[:1].numel()) if g.numel() and g.dim() else (1, g.numel()) for g in gradients]
             rows = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
-            active = [~(row.abs() <= self.epsilon) for row in rows]  # what is not finite is not zero
-            pairs = [(a.double().mean(), (~a.any(1)).double().mean()) for a in active]
+            quiet = [((row <= self.epsilon) & (row >= -self.epsilon)).sum(1) for row in rows]  # NaN is not zero
+            pairs = [
+                (1 - zeros.sum().double() / row.numel(), (zeros == row.shape[1]).double().mean())
+                for row, zeros in zip(rows, quiet, strict=True)
+            ]
             return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])
 
         return {"shares": batch.once(shares)}

@@ -11,6 +11,8 @@ from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
+PIECE = 1 << 16  # elements
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeanGSNR(Quantity):
@@ -46,10 +48,12 @@ class MeanGSNR(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Sum of the ratio over this rank's range of elements."""
-        squared = batch.shard.mean.square()
-        variance = batch.shard.squares / batch.n
-        ratio = squared.div_(variance.sub_(squared).add_(self.epsilon))  # new memory costs more than arithmetic
-        return {"ratio": ratio.sum(), "elements": batch.vector([ratio.numel()])[0]}
+        total = batch.vector([0.0])[0]
+        pieces = zip(batch.shard.mean.split(PIECE), batch.shard.squares.split(PIECE), strict=True)
+        for mean, squares in pieces:  # which stay in the cache: new memory costs more than arithmetic
+            squared = mean.square()
+            total += squared.div((squares / batch.n).sub_(squared).add_(self.epsilon)).sum()
+        return {"ratio": total, "elements": batch.vector([batch.shard.mean.numel()])[0]}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The mean."""

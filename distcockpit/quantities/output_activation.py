@@ -49,7 +49,8 @@ class OutputActivation(Quantity):
         """The outputs, and how many neurons they have."""
         return Needs(outputs=True, output_sizes=True)
 
-    def _layers(self, leaves: Mapping[str, bool]) -> list[str]:
+    def observed_layers(self, leaves: Mapping[str, bool]) -> list[str]:
+        """Those that have a row."""
         return [path for path, is_activation in leaves.items() if is_activation] or list(leaves)
 
     def group(self, model: Model) -> Group:
@@ -58,7 +59,7 @@ class OutputActivation(Quantity):
             "active": Field(("layer",), "share of active outputs"),
             "dead": Field(("layer",), "share of dead neurons"),
         }
-        labels = [label(path) for path in self._layers(model.leaves)]
+        labels = [label(path) for path in self.observed_layers(model.leaves)]
         return Group(fields, {"layer": labels})
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
@@ -68,9 +69,10 @@ class OutputActivation(Quantity):
         samples = len(output)
         output = output[:, None] if output.dim() == 1 else output
         axis = self.channel_axis if -output.dim() < self.channel_axis < output.dim() else 1
-        active = ~(output.abs() <= self.epsilon).movedim(axis, 0).flatten(1)  # what is not finite is not zero
-        counts = active.sum(1, dtype=torch.float64)
-        return torch.stack([counts, torch.full_like(counts, active.shape[1]), torch.full_like(counts, samples)])
+        quiet = (output <= self.epsilon) & (output >= -self.epsilon)  # NaN is not zero
+        zeros = quiet.sum([k for k in range(output.dim()) if k != axis % output.dim()]).double()
+        elements = torch.full_like(zeros, output.numel() / output.shape[axis] if output.shape[axis] else 0)
+        return torch.stack([elements - zeros, elements, torch.full_like(zeros, samples)])
 
     def sizes(self, observed: Observed) -> Mapping[str, int]:
         """The number of neurons of each module; 0 if its calls differ."""
@@ -82,7 +84,7 @@ class OutputActivation(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Active outputs, outputs and samples by layer; active outputs by neuron, layer after layer."""
-        layers = self._layers(batch.model.leaves)
+        layers = self.observed_layers(batch.model.leaves)
         widths = {path: batch.sizes.get(path, 0) for path in layers}
         neurons = {path: batch.vector([]).new_zeros(width) for path, width in widths.items()}
         whole = {path: batch.vector([0.0] * 4) for path in layers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
@@ -95,4 +97,8 @@ class OutputGradientGeometry(Quantity):
 
 def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor | float:
     """Inner product over all calls of a module, accumulated in float64."""
-    return sum(((a.double() * b.double()).sum() for a, b in zip(first, second, strict=True)), 0.0)
+    return sum((kernels.inner_rows(_rows(a), _rows(b)).sum() for a, b in zip(first, second, strict=True)), 0.0)
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(len(values) if values.dim() else 1, math.prod(values.shape[1:]))

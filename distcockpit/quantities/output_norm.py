@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs, label
 from distcockpit.schema import Field, Group, Row
@@ -40,25 +41,27 @@ class OutputNorm(Quantity):
         """The outputs."""
         return Needs(outputs=True)
 
-    def _layers(self, leaves: Mapping[str, bool]) -> list[str]:
+    def observed_layers(self, leaves: Mapping[str, bool]) -> list[str]:
+        """Those that have a row."""
         return [path for path, is_activation in leaves.items() if not (is_activation and self.skip_activation)]
 
     def group(self, model: Model) -> Group:
         """A norm per layer."""
         what = "root mean square" if self.normalize_by_size else "norm"
-        labels = [label(path) for path in self._layers(model.leaves)]
+        labels = [label(path) for path in self.observed_layers(model.leaves)]
         return Group({"output_norm": Field(("layer",), f"mean output {what}")}, {"layer": labels})
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
         """Squared norm and number of elements of each sample, ``[2, B]``."""
         if not has_batch_axis:
             return None
-        squares = output.flatten(1).double().square().sum(1) if output.dim() > 1 else output.double().square()
+        rows = output.reshape(len(output), math.prod(output.shape[1:]))
+        squares = kernels.inner_rows(rows, rows)
         return torch.stack([squares, torch.full_like(squares, math.prod(output.shape[1:]))])
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Sum of the norms, and number of samples, by layer."""
-        layers = self._layers(batch.model.leaves)
+        layers = self.observed_layers(batch.model.leaves)
         sums: dict[str, Tensor | float] = dict.fromkeys(layers, 0.0)
         counts = dict.fromkeys(layers, 0)
         for micro in batch.observed:
