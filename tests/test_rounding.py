@@ -19,7 +19,7 @@ from distcockpit.gradients import rounding
 from distcockpit.gradients.rounding import Rounding
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 
-N, LENGTH, NAMES = 24, 5, ("norm_test", "inner_test", "ortho_test")
+N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
 
 
 def noisy(noise: float) -> Tensor:

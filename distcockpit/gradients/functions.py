@@ -260,7 +260,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_muted:
+        if self.is_muted or func in ASKED:
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
         kinds = [self._kind(t) for t in given]
@@ -327,6 +327,14 @@ def _writes(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     return name in WRITING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
+
+PROPERTIES = ("_version", "device", "dtype", "is_cuda", "is_leaf", "is_nested", "is_sparse", "layout", "ndim")
+METHODS = ("dim", "is_contiguous", "is_floating_point", "is_inference", "numel", "size", "storage_offset", "stride")
+ASKED = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (*PROPERTIES, "requires_grad", "shape")),
+    *(getattr(Tensor, name) for name in METHODS),
+})
+"""What is asked of tensors all the time, and is no tensor."""
 
 ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that compute in another way, by some 1e-6, where there is a mode."""
