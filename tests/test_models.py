@@ -211,6 +211,21 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str, can_be_mapped: bool)
     np.testing.assert_allclose(found[:, 1:], expected[:, 1:], rtol=1e-9)
 
 
+def test_what_a_hook_keeps_can_be_used(tmp_path: Path) -> None:
+    """Layers are run again after the step, and the user's hooks with them: what these keep are ordinary tensors."""
+    torch.manual_seed(0)
+    kept: dict[str, torch.Tensor] = {}
+    net = nn.Sequential(architectures.Net(architectures.Attention(), 24))
+    attention = net[0].body.attend
+    attention.register_forward_hook(lambda module, args, output: kept.update(output=output[0]))
+    loss_fn, x, y = nn.CrossEntropyLoss(), torch.randn(12, 4, 6), torch.arange(12) % 5
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+            assert kept["output"].detach().square().mean().item() > 0 and len(str(kept["output"])) > 100
+
+
 def test_parts_do_not_depend_on_what_is_asked_for() -> None:
     """What is known of a part holds for every sample in it, also where one sample at a time is asked for."""
     assert parts.pieces(slice(0, 19), 19) == [slice(0, 8), slice(8, 16), slice(16, 19)]

@@ -65,7 +65,7 @@ class GenericRule:
         return None
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
-        """One batched backward per few samples; every forward has the random state of the original call."""
+        """By the fastest route that works; every forward has the random state of the original call."""
         again = _Again(use, names, values)
         chosen = self._chosen(use, again)
         use.found[MAPPED] = chosen == 0
@@ -78,7 +78,7 @@ class GenericRule:
             except Exception:
                 if chosen == WHOLE:
                     raise
-                route, chosen = again.whole(), WHOLE  # this call is unlike the one that was tried
+                route, chosen = again.whole(few=True), WHOLE  # this call is unlike the one that was tried
                 return dict(zip(names, route(samples), strict=True))
 
         return block
@@ -87,11 +87,14 @@ class GenericRule:
         """Which of the routes: the first that works."""
         if parts.batch_size(use) < 2:
             return WHOLE
-        call = (parts.batch_axes(use), tuple(use.training.values()), use.autocast, use.drew)
+        # What a user's hook keeps must not be what only exists inside of `vmap`.
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in use.layer.module.modules())
+        call = (parts.batch_axes(use), tuple(use.training.values()), use.autocast, use.drew, hooked)
         verdict = self._verdicts.setdefault(use.layer.module, {}).setdefault(call, _Verdict())
         verdict.calls += 1
         if verdict.calls & (verdict.calls - 1) == 0:
-            before, verdict.route = verdict.route, next(k for k in range(WHOLE + 1) if k == WHOLE or again.works(k))
+            routes = range(int(hooked), WHOLE)
+            before, verdict.route = verdict.route, next((k for k in routes if again.works(k)), WHOLE)
             if verdict.calls > 1 and verdict.route > before:
                 logger.warning(
                     "distcockpit: '%s' (%s) does not treat parts of a batch as it treats the whole any more; rows "
@@ -135,10 +138,16 @@ class _Again:
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
         self.routes = (self.mapped, self.in_parts, self.whole)  # the fastest first
 
-    def whole(self) -> Route:
-        """From the whole batch at once."""
+    def whole(self, few: bool = False) -> Route:
+        """From the whole batch at once; pulled back for a few samples at a time, where more may be asked for."""
         outputs = self._run(self._use.args, self._use.kwargs)
-        return lambda samples: self._pulled_back(outputs, slice(None), samples.start, samples.stop)
+
+        def gradients(samples: slice) -> list[Tensor]:
+            ranges = parts.split(samples) if few else [samples]
+            found = [self._pulled_back(outputs, slice(None), each.start, each.stop) for each in ranges]
+            return [torch.cat(gradient) for gradient in zip(*found, strict=True)] if few else found[0]
+
+        return gradients
 
     def mapped(self) -> Route:
         """From single samples, many at once; NaN for samples whose outputs are not what they are in the whole batch."""

@@ -21,6 +21,12 @@ def pieces(samples: slice, size: int) -> list[slice]:
     return [slice(start, min(start + FEW, size)) for start in starts]
 
 
+def split(samples: slice) -> list[slice]:
+    """A few samples each."""
+    starts = range(samples.start, samples.stop, FEW)
+    return [slice(start, min(start + FEW, samples.stop)) for start in starts]
+
+
 def batch_size(use: Use) -> int:
     """How many samples a call had."""
     return len(next(iter(use.output_gradients.values())))
