@@ -243,8 +243,9 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         if told is None:
             told = None if adding is None else adding.flat
         elif adding is not None:
+            parts = ByParameter(told, parameters)
             for name, part in adding.sums.items():
-                ByParameter(told, parameters)[name].copy_(part)
+                parts[name].copy_(part)
     sums = ByParameter(nothing, {}) if told is None else ByParameter(told, parameters)
     vectors |= {SUMS: [sums.flat]}
     vectors |= {AVERAGED: [side.arrivals.flat]} if AVERAGED in exchanges.kinds else {}

@@ -228,7 +228,7 @@ def test_nothing_holds_all_individual_gradients(tmp_path: Path, kind: str) -> No
         net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 5)), torch.randn(64, 256)
     else:
         net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4, 5))
-        x = torch.randn(128, 32, 4, 4)
+        x = torch.randn(512, 32, 4, 4)  # more than one block
     chosen = [q for q in everything() if q.needs.curvature is None]
     loss_fn, y = nn.CrossEntropyLoss(), torch.arange(len(x)) % 5
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
