@@ -221,11 +221,13 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     names, blocks = list(parameters), setup.block_elements
     vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
     told = None
-    if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
-        told = told_by_autograd(captured, side.arrivals, pool)
     rounded: dict[str, Rounding] = {}
+    if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
+        rounded = roundings(batches, names) if active.subtracts_squares else {}
+        if rounded or not active.subtracts_squares:
+            told = told_by_autograd(captured, side.arrivals, pool)
+        rounded = {} if told is None else rounded
     if told is None or active.subtracts_squares:
-        rounded = {} if told is None else roundings(batches, names)
         exact = {name: p for name, p in parameters.items() if name not in rounded}
         adding = GradientSum(exact) if SUMS in exchanges.kinds else None
         if SQUARES in exchanges.kinds:
