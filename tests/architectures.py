@@ -160,6 +160,21 @@ def trained_inside(build: Callable[[], nn.Module], batch: Callable[[int], Batch]
     )
 
 
+def scores_and_loss(build: Callable[[], nn.Module], **options: Any) -> Case:
+    """A language model that returns its loss after the scores."""
+    return Case(
+        build,
+        batch=lambda n: {
+            "x": torch.randint(0, VOCABULARY, (n, LENGTH)),
+            "y": torch.randint(0, VOCABULARY, (n, LENGTH)),
+        },
+        losses=lambda model, batch: model(**batch)[1][None],
+        train=lambda model, batch, loss_fn: model(**batch)[1],
+        loss_fn=lambda: None,
+        **options,
+    )
+
+
 def token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
     """Mean over the tokens of each sample; batch axis 1."""
     z = model(batch["x"])
@@ -343,31 +358,11 @@ CASES: dict[str, Case] = {
         options={"batch_dim": 1},
         group="Inputs and outputs",
     ),  # fmt: skip
-    "a loss returned beside the scores": Case(
-        HandMade,
-        batch=lambda n: {
-            "x": torch.randint(0, VOCABULARY, (n, LENGTH)),
-            "y": torch.randint(0, VOCABULARY, (n, LENGTH)),
-        },
-        losses=lambda model, batch: model(**batch)[1][None],
-        train=lambda model, batch, loss_fn: model(**batch)[1],
-        loss_fn=lambda: None,
-        called=("parts.wpe.weight",),
-        group="Inputs and outputs",
+    "a loss returned beside the scores": scores_and_loss(
+        HandMade, called=("parts.wpe.weight",), group="Inputs and outputs"
     ),
     "an autograd function of one's own": Case(lambda: Net(OwnFunction(), FLAT), group="Inputs and outputs"),
-    "nanoGPT": Case(
-        NanoGpt,
-        batch=lambda n: {
-            "x": torch.randint(0, VOCABULARY, (n, LENGTH)),
-            "y": torch.randint(0, VOCABULARY, (n, LENGTH)),
-        },
-        losses=lambda model, batch: model(**batch)[1][None],
-        train=lambda model, batch, loss_fn: model(**batch)[1],
-        loss_fn=lambda: None,
-        called=("transformer.wpe.weight",),
-        group="Generative, written out",
-    ),
+    "nanoGPT": scores_and_loss(NanoGpt, called=("transformer.wpe.weight",), group="Generative, written out"),
     "U-Net": Case(
         UNet,
         batch=lambda n: {"x": torch.randn(n, 2, 6, 6), "y": torch.randn(n, 2, 6, 6)},

@@ -30,22 +30,25 @@ def noisy(noise: float) -> Tensor:
 class Net(nn.Module):
     """Positive outputs, so that the gradient of their mean is linear in the input."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.scale = scale
         self.wide = nn.Linear(6, 30, bias=False)
         self.flat = nn.Linear(6, 30, bias=False)  # whose sums are always exact
         nn.init.uniform_(self.wide.weight, 0.1, 1)
         nn.init.uniform_(self.flat.weight, 0.1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wide(x) + self.flat(x[:, 0])[:, None]
+        return self.scale * (self.wide(x) + self.flat(x[:, 0])[:, None])
 
 
-def train(rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: bool) -> dict[str, Any]:
+def train(
+    rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: bool, scale: float = 1.0
+) -> dict[str, Any]:
     """One tracked step; which parameters were summed up again, and what an error said."""
     x, again, said = noisy(noise), [], "nothing"
-    net, loss_fn = Net(), nn.L1Loss()
+    net, loss_fn = Net(scale), nn.L1Loss()
     model = net if group is None else DistributedDataParallel(net, process_group=group)
     original, first = pooling._sum_exactly, sum(shards[:rank])
 
@@ -73,9 +76,9 @@ def train(rank: int, size: int, group: Any, store: str, noise: float, shards: li
     return {"again": again, "said": said}
 
 
-def compare(store: Path, noise: float, shards: list[int]) -> None:
+def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) -> None:
     x = noisy(noise)
-    net = Net()
+    net = Net(scale)
 
     def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
         return (z - y).abs().sum() / (LENGTH * 30), 1.0
@@ -112,6 +115,14 @@ def test_a_rank_that_fails_meanwhile_leaves_nobody_waiting(ranks: Ranks, tmp_pat
     ranks.stop(kill=True)
 
 
+@pytest.mark.parametrize("scale", [1e-19, 1e24])
+def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float) -> None:
+    """Squares of output gradients in float32 are subnormal, or infinite; the gradients are neither."""
+    done = train(0, 1, None, str(tmp_path / "run"), 3.0, [N], False, scale)
+    assert done == {"again": [["wide.weight"]] * 2, "said": "nothing"}
+    compare(tmp_path / "run", 3.0, [N], scale)
+
+
 def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check is for: without it the noise of 1e-4 is gone."""
     monkeypatch.setattr(pooling, "doubtful", lambda *_: [])
@@ -135,7 +146,9 @@ def test_rounding_is_far_below_its_bound(seed: int, shape: tuple[int, int, int, 
     true = torch.bmm(delta.double().transpose(1, 2), x.double()).square().sum()
     rounded = (delta.flatten(0, 1).T @ x.flatten(0, 1)).double()
     spread = (delta.double().square().sum(2) * x.double().square().sum(2)).sum()
-    squares, error, of_sum = Rounding(spread, n * t, max(t, o, i), 2.0**-24).pooled(quick.values["w"])
+    squares, error, of_sum = Rounding(spread, spread.new_zeros(()), n * t, max(t, o, i), 2.0**-24).pooled(
+        quick.values["w"]
+    )
     assert abs(squares - true) < error / 10
     g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3

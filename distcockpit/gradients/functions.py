@@ -9,6 +9,7 @@ anything else counts as a constant, which is exact, too, since the samples are t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,14 +32,14 @@ CALLS = "calls of functions"
 WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
 
 
-class Part:
+class Part(ABC):
     """Stands in recorded arguments for a tensor that is not a constant."""
 
     parameters: frozenset[str] = frozenset()
 
+    @abstractmethod
     def value(self, again: _Again) -> Tensor:
         """The tensor, when the call is run again."""
-        raise NotImplementedError
 
 
 class _Given(Part):

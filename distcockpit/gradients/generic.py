@@ -157,7 +157,7 @@ class _Again:
             def run(*leaves: Tensor) -> Outputs:
                 return self._outputs(*parts.of_one(use, rows), leaves)
 
-            outputs, pull_back = torch.func.vjp(run, *(leaf.detach() for leaf in self._leaves))  # type: ignore[misc]
+            outputs, pull_back = torch.func.vjp(run, *(leaf.detach() for leaf in self._leaves))[:2]
             found = pull_back({p: delta.unsqueeze(0) for p, delta in deltas.items()})
             return found, {p: z.squeeze(0) for p, z in outputs.items()}
 
