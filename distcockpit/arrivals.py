@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.statistics import zeros
+
 
 class Arrivals:
     """The gradients that arrive at some parameters in a step, added up over backward calls.
@@ -30,14 +32,16 @@ class Arrivals:
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
-    @property
-    def flat(self) -> Tensor:
-        """All of them as one vector of its own, float64 ``[P]``; zero where none arrived."""
-        parts = [
-            self.gradients[name] if name in self.gradients else p.new_zeros(p.shape)
-            for name, p in self._parameters.items()
-        ]
-        return torch.cat([part.double().reshape(-1) for part in parts])
+    def flat(self, factor: float | Tensor = 1.0) -> Tensor:
+        """All of them as one vector of its own, times a factor, float64 ``[P]``; zero where none arrived.
+
+        A factor of zero makes zeros of elements that are not finite, too.
+        """
+        flat, parts = zeros(self._parameters)
+        if isinstance(factor, Tensor) or factor:
+            for name, gradient in self.gradients.items():
+                parts[name].copy_(gradient).mul_(factor)
+        return flat
 
     def added(self, name: str) -> Tensor:
         """What the step added to ``.grad``, float64, in the shape of the parameter.

@@ -250,13 +250,16 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
                 parts[name].copy_(part)
     sums = ByParameter(nothing, {}) if told is None else ByParameter(told, parameters)
     vectors |= {SUMS: [sums.flat]}
-    vectors |= {AVERAGED: [side.arrivals.flat]} if AVERAGED in exchanges.kinds else {}
+    vectors |= {AVERAGED: [side.arrivals.flat()]} if AVERAGED in exchanges.kinds else {}
     if ROUNDING in exchanges.kinds and norms is not None:
         zeros = nothing.new_zeros(2)
         bounds = {name: rounding.pooled(norms.values[name])[1:] for name, rounding in rounded.items()}
         vectors |= {ROUNDING: [torch.cat([norms.values[n][None], bounds.get(n, zeros)]) for n in names]}
     pooled = exchanges.pool(vectors)
-    mean = ByParameter(pooled[SUMS] / pool.n, parameters) if SUMS in pooled else ByParameter(nothing, {})
+    mean = ByParameter(nothing, {})
+    if SUMS in pooled:
+        is_own = setup.world.size == 1 and active.wants("gradient_sums")  # the sums of all ranks are those of this one
+        mean = ByParameter(pooled[SUMS] / pool.n if is_own else pooled[SUMS].div_(pool.n), parameters)
     mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
     if ROUNDING in pooled and norms is not None:
         again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, pool.n)
@@ -347,12 +350,10 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     """
     present = [micro for micro in captured if micro.batch_size]
     if not present:
-        return torch.zeros_like(arrivals.flat)
+        return arrivals.flat(0.0)
     if len(present) > 1 or arrivals.is_rounded or any(use.autocast is not None for use in present[0].uses):
         return None
-    if not present[0].weight:
-        return torch.zeros_like(arrivals.flat)
-    return arrivals.flat.mul_(present[0].scale.unscale * pool.samples_per_weight)
+    return arrivals.flat(present[0].scale.unscale * pool.samples_per_weight if present[0].weight else 0.0)
 
 
 def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:

@@ -82,4 +82,5 @@ def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int)
     bound = error + 2 * (mean_squared * of_sum).sqrt()
     # What is not finite may have overflowed in float32 only.
     is_certain = (bound <= TOLERANCE * (squares - n * mean_squared)) & bound.isfinite()
-    return [names[k] for k in ((bound != 0) & ~is_certain).nonzero().flatten().tolist()]
+    is_rounded = (error != 0) | (of_sum != 0)
+    return [names[k] for k in (is_rounded & ~is_certain).nonzero().flatten().tolist()]

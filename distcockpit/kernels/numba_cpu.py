@@ -123,14 +123,17 @@ def count_nonfinite(values: Tensor) -> Tensor:
 
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
-    flat = _rows(values.reshape(-1))
-    total = sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, ADDED, flat.dtype))
-    return torch.tensor(total, dtype=torch.float64)
+    return squared_norms([values])[0]
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of all squares of each, float64."""
-    return torch.tensor([loops.squared_norm(_rows(t.reshape(-1))) for t in tensors], dtype=torch.float64)
+
+    def add(values: Tensor) -> float:
+        flat = _rows(values.reshape(-1))
+        return sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, ADDED, flat.dtype))
+
+    return torch.tensor([add(t) for t in tensors], dtype=torch.float64)
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

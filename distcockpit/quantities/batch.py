@@ -26,7 +26,8 @@ class Needs:
     Args:
         loss: The pooled loss.
         losses: Individual losses.
-        mean_gradient: The pooled mean gradient G, and this rank's part of it.
+        mean_gradient: The pooled mean gradient G.
+        gradient_sums: Beside it, this rank's part of it: the sum of its individual gradients.
         squared_norms: The sums of ``|g_i|^2``, by parameter.
         projections: ``<g_i, G>`` of every sample; brings G as well.
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
@@ -47,6 +48,7 @@ class Needs:
     loss: bool = False
     losses: bool = False
     mean_gradient: bool = False
+    gradient_sums: bool = False
     squared_norms: bool = False
     projections: bool = False
     squared_gradients: bool = False
@@ -212,7 +214,7 @@ class Fact:
 
 ASKED_FOR = {
     "update": ("update",),
-    "gradient_sums": ("mean_gradient", "projections"),
+    "gradient_sums": ("gradient_sums",),
     "mean_gradient": ("mean_gradient", "projections"),
     "mean_squared": ("mean_gradient", "projections"),
     "squared_norms": ("squared_norms",),

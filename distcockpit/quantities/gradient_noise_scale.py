@@ -39,7 +39,7 @@ class GradientNoiseScale(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and the norms of the individual gradients."""
-        return Needs(mean_gradient=True, squared_norms=True)
+        return Needs(mean_gradient=True, gradient_sums=True, squared_norms=True)
 
     def group(self, model: Model) -> Group:
         """Both parts, three times."""

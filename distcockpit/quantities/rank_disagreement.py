@@ -27,7 +27,7 @@ class RankDisagreement(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and this rank's part of it."""
-        return Needs(mean_gradient=True)
+        return Needs(mean_gradient=True, gradient_sums=True)
 
     def group(self, model: Model) -> Group:
         """Four numbers per rank."""

@@ -46,7 +46,7 @@ class RankHealth(Quantity):
     @property
     def needs(self) -> Needs:
         """Outputs, and this rank's gradients."""
-        return Needs(outputs=True, mean_gradient=True)
+        return Needs(outputs=True, mean_gradient=True, gradient_sums=True)
 
     def group(self, model: Model) -> Group:
         """Counts, layers and times per rank."""
