@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcockpit.gradients.statistics import zeros
+from distcockpit.gradients.statistics import vector
 
 
 class Arrivals:
@@ -37,10 +37,12 @@ class Arrivals:
 
         A factor of zero makes zeros of elements that are not finite, too.
         """
-        flat, parts = zeros(self._parameters)
-        if isinstance(factor, Tensor) or factor:
-            for name, gradient in self.gradients.items():
-                parts[name].copy_(gradient).mul_(factor)
+        flat, parts = vector(self._parameters, torch.empty)
+        for name, part in parts.items():
+            if name in self.gradients and (isinstance(factor, Tensor) or factor):
+                part.copy_(self.gradients[name]).mul_(factor)
+            else:
+                part.zero_()
         return flat
 
     def added(self, name: str) -> Tensor:

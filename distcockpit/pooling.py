@@ -22,7 +22,7 @@ from distcockpit.agreed import Setup
 from distcockpit.arrivals import Arrivals
 from distcockpit.captured import Captured
 from distcockpit.curvature import Curvature
-from distcockpit.gradients.rounding import Rounding, doubtful, roundings
+from distcockpit.gradients.rounding import RoundedNorms, doubtful, sums_over_sequences
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
@@ -31,7 +31,7 @@ from distcockpit.hutchinson import TraceEstimate
 from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch, Shard, Times, Update
 from distcockpit.session import Session
 
-SUMS, SQUARES, AVERAGED = "sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
+MEAN, SQUARES, AVERAGED = "(1/N) sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
 ROUNDING = "what bounds the rounding of sums"
 
 
@@ -71,7 +71,7 @@ class Exchanges:
 
     def __init__(self, session: Session, active: Active) -> None:
         self._setup, self._clock = session.setup, session.clock
-        kinds: list[object] = [SUMS] if active.wants("mean_gradient", "projections") else []
+        kinds: list[object] = [MEAN] if active.wants("mean_gradient", "projections") else []
         kinds += [SQUARES] if active.wants("squared_gradients") else []
         kinds += [AVERAGED] if active.wants("averaged") else []
         kinds += dict.fromkeys(active.needs[q.name].curvature for q in active.with_need("pooled_curvature"))
@@ -209,66 +209,35 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
     losses = torch.cat([nothing, *(m.individual_losses(pool.samples_per_weight, setup.device) for m in captured)])
-    own = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
+    wanted = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
     slopes = None
     if update is not None and not update.interrupted:
         slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
     statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
-    statistics += [statistic for each in own.values() for statistic in each.values()]
+    statistics += [statistic for each in wanted.values() for statistic in each.values()]
 
     names, blocks = list(parameters), setup.block_elements
+    summed = _summed(session, side, exchanges, batches, statistics, norms)
+    own = ByParameter(nothing, {}) if summed.part is None else ByParameter(summed.part, parameters)
     vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
-    told = None
-    rounded: dict[str, Rounding] = {}
-    if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
-        rounded = roundings(batches, names) if active.subtracts_squares else {}
-        if rounded or not active.subtracts_squares:
-            told = told_by_autograd(captured, side.arrivals, pool)
-        rounded = {} if told is None else rounded
-    if told is None or active.subtracts_squares:
-        exact = {name: p for name, p in parameters.items() if name not in rounded}
-        adding = GradientSum(exact) if SUMS in exchanges.kinds else None
-        if SQUARES in exchanges.kinds:
-            adding = powers = PowerSums(parameters)
-            vectors |= {SQUARES: [powers.flat_squares]}
-        once_more = setup.memory_budget if side.keeps or active.wants("projections") else 0
-        own_sums = [] if adding is None else [adding]
-        once_more = walk(batches, every_parameter, list(exact), [*statistics, *own_sums], blocks, once_more)
-        if norms is not None and rounded:
-            quick = SquaredNorms({name: parameters[name] for name in rounded}, exact=False)
-            those = [quick if statistic is norms else statistic for statistic in statistics]
-            walk(batches, every_parameter, list(rounded), those, blocks, once_more)
-            norms.replace(quick)
-        statistics = []
-        if told is None:
-            told = None if adding is None else adding.flat
-        elif adding is not None:
-            parts = ByParameter(told, parameters)
-            for name, part in adding.sums.items():
-                parts[name].copy_(part)
-    sums = ByParameter(nothing, {}) if told is None else ByParameter(told, parameters)
-    vectors |= {SUMS: [sums.flat]}
+    vectors |= {MEAN: [own.flat]}
+    vectors |= {} if summed.squares is None else {SQUARES: [summed.squares]}
     vectors |= {AVERAGED: [side.arrivals.flat()]} if AVERAGED in exchanges.kinds else {}
     if ROUNDING in exchanges.kinds and norms is not None:
-        zeros = nothing.new_zeros(2)
-        bounds = {name: rounding.pooled(norms.values[name])[1:] for name, rounding in rounded.items()}
-        vectors |= {ROUNDING: [torch.cat([norms.values[n][None], bounds.get(n, zeros)]) for n in names]}
+        vectors |= {ROUNDING: [summed.rounded.pooled(name, norms) for name in names]}
     pooled = exchanges.pool(vectors)
-    mean = ByParameter(nothing, {})
-    if SUMS in pooled:
-        is_own = setup.world.size == 1 and active.wants("gradient_sums")  # the sums of all ranks are those of this one
-        mean = ByParameter(pooled[SUMS] / pool.n if is_own else pooled[SUMS].div_(pool.n), parameters)
+    mean = ByParameter(pooled[MEAN], parameters) if MEAN in pooled else ByParameter(nothing, {})
     mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
     if ROUNDING in pooled and norms is not None:
         again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, pool.n)
         if again:
-            _sum_exactly(again, batches, side, exchanges, blocks, norms, sums, mean)
+            _sum_exactly(again, batches, side, exchanges, blocks, norms, own, mean)
             mean_squared = kernels.squared_norms(list(mean.values()))
     onto = Projection(mean, len(losses)) if active.wants("projections") else None
     once_more = setup.memory_budget if side.keeps else 0
-    walk(batches, every_parameter, names, [*statistics, *([] if onto is None else [onto])], blocks, once_more)
+    walk(batches, every_parameter, names, [*summed.left, *([] if onto is None else [onto])], blocks, once_more)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
     if update is not None and slopes is not None:
@@ -286,8 +255,8 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         every_parameter=every_parameter,
         initial=session.initial,
         statistics={},
-        gradient_sums=sums,
         mean_gradient=mean,
+        part_of_mean=own,
         mean_squared=mean_squared,
         squared_norms=nothing if norms is None else norms.flat,
         projections=nothing if onto is None else onto.values[0],
@@ -311,13 +280,67 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     return {
         q.name: batch.for_quantity(
             active.needs[q.name],
-            statistics=own[q.name],
+            statistics=wanted[q.name],
             observed=observed(captured, q.name),
             sizes=session.sizes.get(q.name, {}),
             update=update if q.starts(step - 1) else None,
         )
         for q in active
     }
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """What the individual gradients of this rank add up to."""
+
+    part: Tensor | None  # of G; flat, float64
+    squares: Tensor | None  # of their elements, likewise
+    rounded: RoundedNorms  # of the parameters whose part of G is autograd's, beside sums of squares
+    left: Sequence[Statistic]  # what was not fed
+
+
+def _summed(
+    session: Session,
+    side: Side,
+    exchanges: Exchanges,
+    batches: Sequence[MicroBatch],
+    statistics: Sequence[Statistic],
+    norms: SquaredNorms | None,
+) -> _Summed:
+    """This rank's part of G, from autograd where its rounding may do; else in float64, in one walk with all others."""
+    setup, active, parameters = (
+        session.setup,
+        side.active,
+        {name: side.present.every[name] for name in session.setup.tracked},
+    )
+    told, rounded = None, RoundedNorms({}, {})
+    if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
+        factors = sums_over_sequences(batches, list(parameters)) if active.subtracts_squares else {}
+        if factors or not active.subtracts_squares:
+            told = told_by_autograd(side.captured, side.arrivals, side.pool)
+        if told is not None:
+            rounded = RoundedNorms(parameters, factors)
+    if told is not None and not active.subtracts_squares:
+        return _Summed(told, None, rounded, statistics)
+    exact = {name: p for name, p in parameters.items() if name not in rounded.values}
+    powers = PowerSums(exact) if SQUARES in exchanges.kinds else None
+    adding = powers or (GradientSum(exact) if MEAN in exchanges.kinds else None)
+    once_more = setup.memory_budget if side.keeps or active.wants("projections") else 0
+    all_exact = [*statistics, *([] if adding is None else [adding])]
+    once_more = walk(batches, side.present.every, list(exact), all_exact, setup.block_elements, once_more)
+    if norms is not None and rounded.values:
+        those = [rounded if statistic is norms else statistic for statistic in statistics]
+        walk(batches, side.present.every, list(rounded.values), those, setup.block_elements, once_more)
+        norms.replace(rounded)
+    if adding is not None:
+        adding.flat.div_(side.pool.n)
+        if told is None:
+            told = adding.flat
+        else:
+            parts = ByParameter(told, parameters)
+            for name, part in adding.sums.items():
+                parts[name].copy_(part)
+    return _Summed(told, None if powers is None else powers.flat_squares, rounded, [])
 
 
 def _sum_exactly(
@@ -327,7 +350,7 @@ def _sum_exactly(
     exchanges: Exchanges,
     block_elements: int,
     norms: SquaredNorms,
-    sums: ByParameter,
+    own: ByParameter,
     mean: ByParameter,
 ) -> None:
     """Put sums in float64, over the very gradients that are squared, in the place of rounded ones."""
@@ -336,16 +359,16 @@ def _sum_exactly(
     again, adding = SquaredNorms(parameters), GradientSum(parameters)
     walk(batches, side.present.every, names, [again, adding], block_elements)
     norms.replace(again)
-    pooled = ByParameter(exchanges.pool_more(adding.flat), parameters)
+    pooled = ByParameter(exchanges.pool_more(adding.flat.div_(side.pool.n)), parameters)
     for name in names:
-        sums[name].copy_(adding.sums[name])
-        mean[name].copy_(pooled[name] / side.pool.n)
+        own[name].copy_(adding.sums[name])
+        mean[name].copy_(pooled[name])
 
 
 def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> Tensor | None:
-    """The sum over this rank's individual gradients, from what arrived at the parameters; flat, float64.
+    """This rank's part of G, from what arrived at the parameters; flat, float64.
 
-    ``None`` where it is not that sum: if several micro-batches came together, each with a scale of its own, and if
+    ``None`` where it is not that: if several micro-batches came together, each with a scale of its own, and if
     autograd rounds it to less than float32.
     """
     present = [micro for micro in captured if micro.batch_size]
@@ -353,7 +376,8 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
         return arrivals.flat(0.0)
     if len(present) > 1 or arrivals.is_rounded or any(use.autocast is not None for use in present[0].uses):
         return None
-    return arrivals.flat(present[0].scale.unscale * pool.samples_per_weight if present[0].weight else 0.0)
+    factor = present[0].scale.unscale * pool.samples_per_weight / pool.n
+    return arrivals.flat(factor if present[0].weight else 0.0)
 
 
 def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run, pooling
 from distcockpit import quantities as q
-from distcockpit.gradients.rounding import Rounding
-from distcockpit.gradients.statistics import GradientSum, SquaredNorms
+from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.rounding import RoundedNorms
+from distcockpit.gradients.statistics import GradientSum
 
 N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
 
@@ -44,7 +45,7 @@ class Net(nn.Module):
 
 
 def train(
-    rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: bool, scale: float = 1.0
+    rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: str = "", scale: float = 1.0
 ) -> dict[str, Any]:
     """One tracked step; which parameters were summed up again, and what an error said."""
     x, again, said = noisy(noise), [], "nothing"
@@ -54,11 +55,17 @@ def train(
 
     def sum_exactly(names: list[str], *args: Any) -> None:
         again.append(names)
-        if fails and rank == 1:
+        if fails == "meanwhile" and rank == 1:
             args[2].expect_more(net.wide.weight.numel())
             raise MemoryError("no memory for blocks")
         original(names, *args)
 
+    def summed(*args: Any) -> Any:
+        if fails == "before" and rank == 1:
+            raise MemoryError("no memory for blocks")
+        return original_summed(*args)
+
+    original_summed, pooling._summed = pooling._summed, summed
     pooling._sum_exactly = sum_exactly
     mine = x[first : first + shards[rank]]
     chosen = [q.NormTest(), q.InnerTest(), q.OrthoTest(), q.GradientNoiseScale(), q.RankDisagreement()]
@@ -72,7 +79,7 @@ def train(
     else:
         cockpit.close()
     finally:
-        pooling._sum_exactly = original
+        pooling._sum_exactly, pooling._summed = original, original_summed
     return {"again": again, "said": said}
 
 
@@ -95,7 +102,7 @@ def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) ->
 
 @pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-2, True), (1e-4, True)])
 def test_a_small_variance_is_summed_up_again(tmp_path: Path, noise: float, is_lost: bool) -> None:
-    done = train(0, 1, None, str(tmp_path / "run"), noise, [N], False)
+    done = train(0, 1, None, str(tmp_path / "run"), noise, [N])
     assert done == {"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}
     compare(tmp_path / "run", noise, [N])
 
@@ -103,13 +110,15 @@ def test_a_small_variance_is_summed_up_again(tmp_path: Path, noise: float, is_lo
 @pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-4, True)])
 @pytest.mark.parametrize("shards", [[9, 15], [1, 0, 20, 3]], ids=str)
 def test_all_ranks_sum_up_again(ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int]) -> None:
-    done = ranks.run(len(shards), train, str(tmp_path / "run"), noise, shards, False)
+    done = ranks.run(len(shards), train, str(tmp_path / "run"), noise, shards)
     assert done == [{"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}] * len(shards)
     compare(tmp_path / "run", noise, shards)
 
 
-def test_a_rank_that_fails_meanwhile_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
-    done = ranks.run(2, train, str(tmp_path / "run"), 1e-4, [9, 15], True)
+@pytest.mark.parametrize("fails", ["before", "meanwhile"])
+def test_a_rank_that_fails_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path, fails: str) -> None:
+    """Before the sums are pooled, others get NaN from it, which must not tell them to pool once more."""
+    done = ranks.run(2, train, str(tmp_path / "run"), 1e-4, [9, 15], fails)
     assert done[1]["said"] == "no memory for blocks"
     assert "Rank 1 could not finish" in done[0]["said"]
     ranks.stop(kill=True)
@@ -118,7 +127,7 @@ def test_a_rank_that_fails_meanwhile_leaves_nobody_waiting(ranks: Ranks, tmp_pat
 @pytest.mark.parametrize("scale", [1e-19, 1e24])
 def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float) -> None:
     """Squares of output gradients in float32 are subnormal, or infinite; the gradients are neither."""
-    done = train(0, 1, None, str(tmp_path / "run"), 3.0, [N], False, scale)
+    done = train(0, 1, None, str(tmp_path / "run"), 3.0, [N], "", scale)
     assert done == {"again": [["wide.weight"]] * 2, "said": "nothing"}
     compare(tmp_path / "run", 3.0, [N], scale)
 
@@ -126,7 +135,7 @@ def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float
 def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check is for: without it the noise of 1e-4 is gone."""
     monkeypatch.setattr(pooling, "doubtful", lambda *_: [])
-    train(0, 1, None, str(tmp_path / "run"), 1e-4, [N], False)
+    train(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
     with pytest.raises(AssertionError):
         compare(tmp_path / "run", 1e-4, [N])
 
@@ -134,21 +143,25 @@ def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", [(8, 128, 64, 96), (3, 40, 300, 7), (16, 2, 8, 8)], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 3.0])
-def test_rounding_is_far_below_its_bound(seed: int, shape: tuple[int, int, int, int], offset: float) -> None:
-    """Both parts, against float64: S2 from Gram matrices in float32, and the square of a sum in float32."""
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_rounding_is_far_below_its_bound(
+    seed: int, shape: tuple[int, int, int, int], offset: float, in_blocks: bool
+) -> None:
+    """Both parts, against float64: S2 from products in float32, and the square of a sum in float32."""
     generator = torch.Generator().manual_seed(seed)
     n, t, o, i = shape
     delta, x = torch.randn(n, t, o, generator=generator), torch.randn(n, t, i, generator=generator) + offset
     weight = torch.zeros(o, i)
-    quick, exact = SquaredNorms({"w": weight}, exact=False), GradientSum({"w": weight})
-    quick.sequence("w", delta, x, slice(0, n))
+    factors = Factors(delta, lambda samples: x[samples], i)
+    quick, exact = RoundedNorms({"w": weight}, {"w": factors}), GradientSum({"w": weight})
+    if in_blocks:
+        quick.block("w", factors.products(slice(0, n)), slice(0, n))
+    else:
+        quick.sequence("w", delta, x, slice(0, n))
     exact.sequence("w", delta, x, slice(0, n))
     true = torch.bmm(delta.double().transpose(1, 2), x.double()).square().sum()
     rounded = (delta.flatten(0, 1).T @ x.flatten(0, 1)).double()
-    spread = (delta.double().square().sum(2) * x.double().square().sum(2)).sum()
-    squares, error, of_sum = Rounding(spread, spread.new_zeros(()), n * t, max(t, o, i), 2.0**-24).pooled(
-        quick.values["w"]
-    )
+    squares, error, of_sum = quick.pooled("w", quick)
     assert abs(squares - true) < error / 10
     g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3

@@ -11,62 +11,82 @@ of a linear layer on sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distcockpit import kernels
+from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.statistics import SquaredNorms, grams
 from distcockpit.gradients.uses import MicroBatch, Use
 
 TOLERANCE = 1e-4
 """The largest part of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """What bounds the rounding of the sums over one rank's individual gradients of a parameter.
-
-    Args:
-        spread: D.
-        underflow: A bound on what Gram matrices in float32 lose where their elements are too small for it.
-        terms: K, of how many products autograd's sums are.
-        length: The longest sum within an individual gradient, or between two rows of a factor.
-        unit: u.
-    """
-
-    spread: Tensor
-    underflow: Tensor
-    terms: int
-    length: int
-    unit: float
-
-    def pooled(self, squares: Tensor) -> Tensor:
-        """What ranks add up: S2, a bound on its error, and the square of one on that of ``N |G|``; float64 ``[3]``."""
-        error = 3 * self.unit * self.length**0.5 * (self.spread + squares) + self.underflow
-        return torch.stack([squares, error, self.unit**2 * self.terms * self.spread])
-
-
-def roundings(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Rounding]:
-    """Of the parameters whose individual gradients are sums over sequences, and nothing else; by name."""
+def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Factors]:
+    """The parameters whose individual gradients are sums over sequences, and nothing else; by name, with factors."""
     uses: dict[str, list[tuple[Use, str]]] = defaultdict(list)
     for batch in batches:
         for use in batch.uses:
             for local, name in use.layer.parameters.items():
                 uses[name].append((use, local))
-    found = {}
-    for name in names:
-        factors = [use.rule.factors(use).get(local) for use, local in uses[name]]
-        if len(factors) != 1 or factors[0] is None or factors[0].sizes[0] == 1:
-            continue
-        delta, x = (factor.flatten(0, 1) for factor in factors[0].of(slice(0, None)))
-        t, o, i = factors[0].sizes
-        squares_of_delta, squares_of_x = kernels.inner_rows(delta, delta), kernels.inner_rows(x, x)
-        kind = torch.finfo(delta.dtype)
-        underflow = kind.tiny * t * (o * squares_of_x.sum() + i * squares_of_delta.sum())
-        found[name] = Rounding(squares_of_delta @ squares_of_x, underflow, len(delta), max(t, o, i), kind.eps / 2)
-    return found
+    found = {name: [use.rule.factors(use).get(local) for use, local in uses[name]] for name in names}
+    alone = {name: factors[0] for name, factors in found.items() if len(factors) == 1 and factors[0] is not None}
+    return {name: factors for name, factors in alone.items() if factors.sizes[0] > 1}
+
+
+class RoundedNorms(SquaredNorms):
+    """``sum_i |g_i|^2`` in the precision of the factors, and what bounds its rounding, and that of autograd's sums.
+
+    Args:
+        parameters: By name.
+        factors: Of some of these.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], factors: Mapping[str, Factors]) -> None:
+        super().__init__({name: parameters[name] for name in factors})
+        self._factors = factors
+        self._squares: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # of the rows of both factors
+
+    def prefers_factors(self, t: int, o: int, i: int) -> bool:
+        """Where two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
+        return t == 1 or t * (o + i) < o * i
+
+    def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
+        """``sum_st <delta_is, delta_it> <x_is, x_it>``; infinite if these overflow."""
+        first, second = grams(delta, x)
+        self.add_gram(name, first, second)
+        self.values[name].nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        self._squares[name].append((_diagonal(first), _diagonal(second)))
+
+    def pooled(self, name: str, norms: SquaredNorms) -> Tensor:
+        """What ranks add up: S2, a bound on its error, and the square of one on that of ``N |G|``; float64 ``[3]``.
+
+        Args:
+            name: Of the parameter; without factors there is no rounding.
+            norms: Of all parameters.
+        """
+        squares, factors = norms.values[name], self._factors.get(name)
+        if factors is None:
+            return torch.stack([squares, *squares.new_zeros(2)])
+        pairs = self._squares[name]
+        if not pairs:  # from blocks
+            delta, x = (factor.flatten(0, 1) for factor in factors.of(slice(0, None)))
+            pairs = [(kernels.inner_rows(delta, delta), kernels.inner_rows(x, x))]
+        of_delta, of_x = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        t, o, i = factors.sizes
+        kind = torch.finfo(factors.delta.dtype)
+        spread, unit = of_delta @ of_x, kind.eps / 2
+        # What Gram matrices lose whose elements are too small for their type.
+        underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
+        error = 3 * unit * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+        return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
+
+
+def _diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).double().flatten()
 
 
 def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> list[str]:
@@ -74,13 +94,12 @@ def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int)
 
     Args:
         names: Of the parameters.
-        pooled: What `Rounding.pooled` gave, added over ranks, float64 ``[parameters, 3]``; zero where sums are exact.
+        pooled: What `RoundedNorms.pooled` gave, added over ranks, float64 ``[parameters, 3]``.
         mean_squared: ``|G|^2``, float64 ``[parameters]``.
         n: N.
     """
     squares, error, of_sum = pooled.unbind(1)
     bound = error + 2 * (mean_squared * of_sum).sqrt()
-    # What is not finite may have overflowed in float32 only.
-    is_certain = (bound <= TOLERANCE * (squares - n * mean_squared)) & bound.isfinite()
-    is_rounded = (error != 0) | (of_sum != 0)
-    return [names[k] for k in (is_rounded & ~is_certain).nonzero().flatten().tolist()]
+    # Infinite squares may have overflowed in float32 only. NaN comes from a rank that failed: it will not pool again.
+    are_more = (bound > 0) & ((bound > TOLERANCE * (squares - n * mean_squared)) | squares.isposinf())
+    return [names[k] for k in are_more.nonzero().flatten().tolist()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -66,11 +66,13 @@ class Statistic(ABC):
         """Add what `of_use` said."""
 
 
-def zeros(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A vector of zeros, float64 ``[P]``, and its parts in the shape of the parameters."""
+def vector(
+    parameters: Mapping[str, Tensor], make: Callable[..., Tensor] = torch.zeros
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A vector, float64 ``[P]``, and its parts in the shape of the parameters."""
     sizes = [p.numel() for p in parameters.values()]
     device = next((p.device for p in parameters.values()), None)
-    flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    flat = make(sum(sizes), dtype=torch.float64, device=device)
     parts = zip(parameters.items(), flat.split(sizes), strict=True)
     return flat, {name: part.view(p.shape) for (name, p), part in parts}
 
@@ -79,7 +81,7 @@ class GradientSum(Statistic):
     """``sum_i g_i``, by parameter, in float64."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.flat, self.sums = zeros(parameters)
+        self.flat, self.sums = vector(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``delta^T x``."""
@@ -119,7 +121,7 @@ class PowerSums(GradientSum):
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
-        self.flat_squares, self.squares = zeros(parameters)
+        self.flat_squares, self.squares = vector(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``delta^T x`` and ``(delta^2)^T (x^2)``."""
@@ -142,18 +144,12 @@ class PowerSums(GradientSum):
 
 
 class SquaredNorms(Statistic):
-    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64, as in `PowerSums`.
+    """``sum_i |g_i|^2``: a number per parameter, ``values``, together ``flat``; float64, as in `PowerSums`."""
 
-    Args:
-        parameters: By name.
-        exact: Whether products of factors keep all that these hold, so that a small difference may be taken.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], *, exact: bool = True) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         device = next((p.device for p in parameters.values()), None)
         self.flat = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.values = dict(zip(parameters, self.flat.unbind(), strict=True))
-        self._exact = exact
 
     def replace(self, other: SquaredNorms) -> None:
         """Take over what another has, of its parameters."""
@@ -165,15 +161,16 @@ class SquaredNorms(Statistic):
         self.values[name] += kernels.inner_rows(delta, delta) @ kernels.inner_rows(x, x)
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Where two matrices ``[T, T]`` cost less than one of the shape of the parameter; in float64 twice as much."""
-        return t == 1 or (4 if self._exact else 1) * t * (o + i) < o * i
+        """Where two matrices ``[T, T]`` in float64 cost less than one of the shape of the parameter."""
+        return t == 1 or 4 * t * (o + i) < o * i
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """``sum_st <delta_is, delta_it> <x_is, x_it>``; where it must be exact in float64, as terms may cancel."""
-        if self._exact:
-            delta, x = delta.double(), x.double()
-        first, second = (torch.bmm(factor, factor.transpose(1, 2)).flatten(1) for factor in (delta, x))
-        self.values[name] += kernels.inner_rows(first, second).clamp_(min=0).sum()
+        """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, as terms may cancel."""
+        self.add_gram(name, *grams(delta.double(), x.double()))
+
+    def add_gram(self, name: str, first: Tensor, second: Tensor) -> None:
+        """Add the inner products of inner products, ``[n, T, T]`` both."""
+        self.values[name] += kernels.inner_rows(first.flatten(1), second.flatten(1)).clamp_(min=0).sum()
 
     def block(self, name: str, gradients: Tensor, samples: slice) -> None:
         """The sum over the block."""
@@ -187,6 +184,11 @@ class SquaredNorms(Statistic):
     def rows(self, name: str, rows: Rows) -> None:
         """The sum over the rows."""
         self.values[name] += kernels.squared_norm(rows.values)
+
+
+def grams(*factors: Tensor) -> list[Tensor]:
+    """Inner products of the rows of each sample with one another: ``[n, T, T]`` from ``[n, T, I]``."""
+    return [torch.bmm(factor, factor.transpose(1, 2)) for factor in factors]
 
 
 class Projection(Statistic):

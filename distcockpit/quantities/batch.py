@@ -26,8 +26,7 @@ class Needs:
     Args:
         loss: The pooled loss.
         losses: Individual losses.
-        mean_gradient: The pooled mean gradient G.
-        gradient_sums: Beside it, this rank's part of it: the sum of its individual gradients.
+        mean_gradient: The pooled mean gradient G, and this rank's part of it.
         squared_norms: The sums of ``|g_i|^2``, by parameter.
         projections: ``<g_i, G>`` of every sample; brings G as well.
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
@@ -48,7 +47,6 @@ class Needs:
     loss: bool = False
     losses: bool = False
     mean_gradient: bool = False
-    gradient_sums: bool = False
     squared_norms: bool = False
     projections: bool = False
     squared_gradients: bool = False
@@ -214,8 +212,8 @@ class Fact:
 
 ASKED_FOR = {
     "update": ("update",),
-    "gradient_sums": ("gradient_sums",),
     "mean_gradient": ("mean_gradient", "projections"),
+    "part_of_mean": ("mean_gradient", "projections"),
     "mean_squared": ("mean_gradient", "projections"),
     "squared_norms": ("squared_norms",),
     "projections": ("projections",),
@@ -256,8 +254,8 @@ class LocalBatch:
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    gradient_sums: ByParameter  # this rank's sum_i g_i, by parameter, float64
     mean_gradient: ByParameter  # the pooled G, by parameter, float64
+    part_of_mean: ByParameter  # of this rank: (1/N) sum_i g_i over its samples, by parameter, float64
     mean_squared: Tensor  # float64 [parameters]: |G|^2
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>

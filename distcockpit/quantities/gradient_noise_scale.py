@@ -39,7 +39,7 @@ class GradientNoiseScale(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and the norms of the individual gradients."""
-        return Needs(mean_gradient=True, gradient_sums=True, squared_norms=True)
+        return Needs(mean_gradient=True, squared_norms=True)
 
     def group(self, model: Model) -> Group:
         """Both parts, three times."""
@@ -60,7 +60,7 @@ class GradientNoiseScale(Quantity):
         index, size = [layer_of[name] for name in batch.parameters], len(batch.model.layers)
         between = batch.vector([0.0])[0]
         if batch.local_n and batch.world_size > 1:
-            apart = (batch.gradient_sums.flat / batch.local_n).sub_(batch.mean_gradient.flat)
+            apart = (batch.part_of_mean.flat * (batch.n / batch.local_n)).sub_(batch.mean_gradient.flat)
             between = batch.local_n * torch.dot(apart, apart)
         return {
             "squares": batch.collected(batch.squared_norms, index, size),

@@ -27,7 +27,7 @@ class RankDisagreement(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and this rank's part of it."""
-        return Needs(mean_gradient=True, gradient_sums=True)
+        return Needs(mean_gradient=True)
 
     def group(self, model: Model) -> Group:
         """Four numbers per rank."""
@@ -41,7 +41,7 @@ class RankDisagreement(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's slots; the norm of G."""
-        mine = batch.gradient_sums.flat
+        mine = batch.part_of_mean.flat
         inner, squares = torch.dot(mine, batch.mean_gradient.flat), torch.dot(mine, mine)
         loss = float("nan") if batch.loss is None else batch.loss
         facts = batch.vector([batch.local_n, squares, inner, loss])
@@ -53,7 +53,7 @@ class RankDisagreement(Quantity):
         samples, squares, inner, loss = totals["ranks"].T
         with np.errstate(all="ignore"):
             return {
-                "grad_norm": np.sqrt(squares) / samples,
+                "grad_norm": np.sqrt(squares) * n / samples,
                 "cosine": inner / np.sqrt(squares * totals["mean_squared"]),
                 "loss": np.where(samples > 0, loss / samples, np.nan),
                 "local_batch_size": samples.astype(np.int64),

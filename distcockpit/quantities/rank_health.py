@@ -46,7 +46,7 @@ class RankHealth(Quantity):
     @property
     def needs(self) -> Needs:
         """Outputs, and this rank's gradients."""
-        return Needs(outputs=True, mean_gradient=True, gradient_sums=True)
+        return Needs(outputs=True, mean_gradient=True)
 
     def group(self, model: Model) -> Group:
         """Counts, layers and times per rank."""
@@ -75,7 +75,7 @@ class RankHealth(Quantity):
         losses = kernels.count_nonfinite(batch.losses)
         counts = [
             losses if batch.loss is None else torch.maximum(losses, kernels.count_nonfinite(batch.loss)),
-            kernels.count_nonfinite(batch.gradient_sums.flat),
+            kernels.count_nonfinite(batch.part_of_mean.flat),
             _first(outputs, list(batch.model.leaves), batch),
             _first(gradients, list(batch.model.layers), batch),
         ]
