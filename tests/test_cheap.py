@@ -151,7 +151,7 @@ class Largest(q.Statistic):
     def outer(self, name: str, delta: torch.Tensor, x: torch.Tensor, samples: slice) -> None:
         self.block(name, delta.unsqueeze(2) * x.unsqueeze(1), samples)
 
-    def block(self, name: str, gradients: torch.Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: torch.Tensor, samples: slice, part: slice = slice(None)) -> None:
         if "0." in name:
             self.elements = max(self.elements, gradients.numel())
         self.squares += float(gradients.double().square().sum())

@@ -36,8 +36,12 @@ class Factors:
 
     def products(self, samples: slice) -> Tensor:
         """Individual gradients of some samples, ``[n, O, I]``."""
-        delta, x = self.of(samples)
-        return torch.bmm(delta.transpose(1, 2), x)
+        return products(*self.of(samples))
+
+
+def products(delta: Tensor, x: Tensor) -> Tensor:
+    """``sum_t delta_it x_it^T``: ``[n, O, I]`` from ``[n, T, O]`` and ``[n, T, I]``."""
+    return torch.bmm(delta.transpose(1, 2), x)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A statistic is an accumulator. ``outer`` takes the factors of ``g_i = delta_i x_i^T`` and ``sequence`` those of
 ``g_i = sum_t delta_it x_it^T``, and neither forms the products; ``block`` takes formed individual gradients
-``[n, *parameter.shape]``. ``samples`` says which samples of the local batch they belong to.
+``[n, *parameter.shape]``, or a part of them. ``samples`` says which samples of the local batch they belong to.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from distcockpit import kernels
 from distcockpit.gradients.factors import Rows
 from distcockpit.gradients.uses import Use
 
+WHOLE = slice(None)
+
 
 class Statistic(ABC):
     """An accumulator over individual gradients. Abstract; the simplest has `outer` and `block`."""
@@ -28,8 +30,8 @@ class Statistic(ABC):
         """Add samples whose individual gradients of parameter ``name`` are ``delta_i x_i^T``."""
 
     @abstractmethod
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
-        """Add formed individual gradients of parameter ``name``."""
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
+        """Add formed individual gradients of parameter ``name``, or of a part of its first axis."""
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
         """Whether factors ``[n, T, O]`` and ``[n, T, I]`` are cheaper to use than to be multiplied first."""
@@ -95,9 +97,9 @@ class GradientSum(Statistic):
         """The same, over all t."""
         self.outer(name, delta.flatten(0, 1), x.flatten(0, 1), samples)
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The sum over the samples of the block."""
-        kernels.add_sums(self.sums[name], gradients)
+        kernels.add_sums(_of(self.sums[name], part), gradients)
 
     @property
     def takes_rows(self) -> bool:
@@ -133,9 +135,9 @@ class PowerSums(GradientSum):
         """Squares of sums over t are not sums of squares."""
         return t == 1
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The sums over the samples of the block."""
-        kernels.add_powers(self.sums[name], self.squares[name], gradients)
+        kernels.add_powers(_of(self.sums[name], part), _of(self.squares[name], part), gradients)
 
     def rows(self, name: str, rows: Rows) -> None:
         """Both, row by row."""
@@ -172,7 +174,7 @@ class SquaredNorms(Statistic):
         """Add the inner products of inner products, ``[n, T, T]`` both."""
         self.values[name] += kernels.inner_rows(first.flatten(1), second.flatten(1)).clamp_(min=0).sum()
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The sum over the block."""
         self.values[name] += kernels.squared_norm(gradients)
 
@@ -184,6 +186,10 @@ class SquaredNorms(Statistic):
     def rows(self, name: str, rows: Rows) -> None:
         """The sum over the rows."""
         self.values[name] += kernels.squared_norm(rows.values)
+
+
+def _of(tensor: Tensor, part: slice) -> Tensor:
+    return tensor if part == WHOLE else tensor[part]  # a number has no axis
 
 
 def grams(*factors: Tensor) -> list[Tensor]:
@@ -243,10 +249,11 @@ class Projection(Statistic):
         direction = self.direction[name].double().view(delta.shape[1], x.shape[1])
         self.values[self._part[name], samples] += ((x.double() @ direction.T) * delta.double()).sum(1)
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        self.values[self._part[name], samples] += kernels.inner_rows(rows, self.direction[name].reshape(-1))
+        direction = _of(self.direction[name], part)
+        self.values[self._part[name], samples] += kernels.inner_rows(rows, direction.reshape(-1))
 
 
 class AbsMax(Statistic):
@@ -262,7 +269,7 @@ class AbsMax(Statistic):
         largest = _finite_abs(delta).amax(1) * _finite_abs(x.to(delta.dtype)).amax(1)
         self._add(largest)
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The largest element of the block."""
         self._add(gradients.abs())
 
@@ -297,7 +304,7 @@ class Histogram1d(Statistic):
         """Bin products without storing them."""
         self.counts = self.counts + kernels.count_outer(delta, x.to(delta.dtype), self.edges)
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """Bin the elements of the block."""
         self.counts = self.counts + kernels.count_block(gradients, self.edges)
 
@@ -332,8 +339,11 @@ class Histogram2d(Statistic):
             self.n_columns,
         )
 
-    def block(self, name: str, gradients: Tensor, samples: slice) -> None:
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """Bin the elements of the block."""
         self.counts[name] = self.counts[name] + kernels.count_block_2d(
-            gradients.reshape(len(gradients), -1), self.gradient_edges, self.columns[name].flatten(), self.n_columns
+            gradients.reshape(len(gradients), -1),
+            self.gradient_edges,
+            _of(self.columns[name], part).flatten(),
+            self.n_columns,
         )

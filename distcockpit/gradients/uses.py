@@ -140,8 +140,8 @@ class Use:
         return any(tensor._version != version for tensor, version in self.versions)
 
 
-Formed = dict[str, list[tuple[slice, Tensor]]]
-"""Individual gradients that were formed, by parameter: some samples, and ``[n, *parameter.shape]``."""
+Formed = dict[str, list[tuple[slice, slice, Tensor]]]
+"""Individual gradients that were formed, by parameter: some samples, a part of its first axis, and those."""
 
 
 @dataclass

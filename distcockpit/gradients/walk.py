@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit.gradients.factors import Factors
-from distcockpit.gradients.statistics import Statistic
+from distcockpit.gradients.factors import Factors, products
+from distcockpit.gradients.statistics import WHOLE, Statistic
 from distcockpit.gradients.uses import Formed, MicroBatch, Use
 
 BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks leave matrix products without work
+CACHED_ELEMENTS = 400_000  # of products that statistics find in a CPU's cache, beside sums in float64
+FEWEST_ROWS = 32  # of products, so that the matrix products stay fast
 
 
 @torch.no_grad()
@@ -54,16 +56,16 @@ def walk(
                     group = _Group(uses, names, batch.batch_size, start, values, block_elements)
                     formed = group.feed(statistics, left)
                     batch.formed.update(formed)
-                    left -= sum(g.numel() * g.element_size() for pieces in formed.values() for _, g in pieces)
+                    left -= sum(g.numel() * g.element_size() for pieces in formed.values() for *_, g in pieces)
             start += batch.batch_size
     return left
 
 
 def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
     """Feed what an earlier walk formed and kept, if it did."""
-    for samples, gradients in batch.formed.get(name, ()):
+    for samples, part, gradients in batch.formed.get(name, ()):
         for statistic in statistics:
-            statistic.block(name, gradients, slice(start + samples.start, start + samples.stop))
+            statistic.block(name, gradients, slice(start + samples.start, start + samples.stop), part)
     return name in batch.formed
 
 
@@ -107,6 +109,10 @@ class _Group:
         self._uses, self._names, self._batch_size, self._start = uses, names, batch_size, start
         self._values, self._block_elements = values, block_elements
         self._locals = [{n: full for n, full in use.layer.parameters.items() if full in names} for use in uses]
+        self._factors: dict[str, Factors] = {}
+        if len(uses) == 1:
+            (use,), (local,) = uses, self._locals
+            self._factors = {local[n]: factors for n, factors in use.rule.factors(use).items() if n in local}
 
     def feed(self, statistics: Sequence[Statistic], keep: int) -> Formed:
         """Let every statistic see every sample.
@@ -124,22 +130,17 @@ class _Group:
             left = [s for s in statistics if not (s.goes_along and self._along(s))]
         if not left:
             return {}
-        names = list(self._names)
-        if len(self._uses) == 1:
-            for local, factors in self._uses[0].rule.factors(self._uses[0]).items():
-                name = self._locals[0].get(local)
-                if name is not None and self._from_factors(name, factors, left):
-                    names.remove(name)
+        names = [name for name in self._names if not self._from_factors(name, left)]
         if names and self._from_rows(left):
             return {}
         formed: Formed = defaultdict(list)
         pays = forms_blocks or any(statistic.goes_along for statistic in left)
         keeps = pays and bool(self._uses) and self._bytes(names) <= keep
-        for samples, name, gradients in self._blocks(names):
+        for samples, part, name, gradients in self._blocks(names):
             for statistic in left:
-                statistic.block(name, gradients, self._numbered(samples))
+                statistic.block(name, gradients, self._numbered(samples), part)
             if keeps:
-                formed[name].append((samples, gradients))
+                formed[name].append((samples, part, gradients))
         return formed
 
     def _bytes(self, names: Sequence[str]) -> int:
@@ -150,9 +151,7 @@ class _Group:
         """Whether the larger part of the individual gradients will be formed for these."""
         if len(self._uses) != 1:
             return True
-        (use,), (local,) = self._uses, self._locals
-        factors = {local[n]: f for n, f in use.rule.factors(use).items() if n in local}
-        formed = [n for n in self._names if n not in factors or not _all_prefer(statistics, factors[n])]
+        formed = [n for n in self._names if n not in self._factors or not _all_prefer(statistics, self._factors[n])]
         sizes = {name: self._values[name].numel() for name in self._names}
         return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
 
@@ -184,9 +183,10 @@ class _Group:
                 statistic.rows(self._names[0], rows)
         return True
 
-    def _from_factors(self, name: str, factors: Factors, statistics: Sequence[Statistic]) -> bool:
-        """Feed the factors, if no statistic needs the products."""
-        if not _all_prefer(statistics, factors):
+    def _from_factors(self, name: str, statistics: Sequence[Statistic]) -> bool:
+        """Feed the factors, if there are any and no statistic needs the products."""
+        factors = self._factors.get(name)
+        if factors is None or not _all_prefer(statistics, factors):
             return False
         t, o, i = factors.sizes
         for samples in self._pieces(0 if t == 1 else t * (o + i)):
@@ -198,8 +198,12 @@ class _Group:
                     statistic.sequence(name, delta, x, self._numbered(samples))
         return True
 
-    def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, str, Tensor]]:
-        """Individual gradients of ``names``, a few samples at a time."""
+    def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, slice, str, Tensor]]:
+        """Individual gradients of ``names``: some samples, and a part of the first axis."""
+        for name in names:
+            if name in self._factors:
+                yield from self._products(name, self._factors[name])
+        names = [name for name in names if name not in self._factors]
         if not names:
             return
         sources = []
@@ -216,18 +220,35 @@ class _Group:
                     block[n].view(shape) for local, block in parts for n, full in local.items() if full == name
                 ]
                 if gradients:
-                    yield samples, name, functools.reduce(torch.add, gradients)
+                    yield samples, WHOLE, name, functools.reduce(torch.add, gradients)
                 else:
-                    yield samples, name, self._values[name].new_zeros(()).expand(shape)
+                    yield samples, WHOLE, name, self._values[name].new_zeros(()).expand(shape)
+
+    def _products(self, name: str, factors: Factors) -> Iterator[tuple[slice, slice, str, Tensor]]:
+        """Of one parameter, multiplied a few rows at a time, so that its statistics read them from the cache."""
+        (t, o, i), shape = factors.sizes, self._values[name].shape
+        most = min(CACHED_ELEMENTS, self._block_elements) if factors.delta.is_cpu else self._block_elements
+        for samples in self._pieces(t * (o + i)):
+            delta, x = factors.of(samples)
+            rows = max(FEWEST_ROWS, most // (len(x) * i or 1))
+            for part in even_pieces(o, rows):
+                for some in even_pieces(len(x), most // ((part.stop - part.start) * i or 1)):
+                    gradients = products(delta[some, :, part], x[some])
+                    where = slice(samples.start + some.start, samples.start + some.stop)
+                    yield where, part, name, gradients.view(len(gradients), -1, *shape[1:])
 
     def _pieces(self, per_sample: int) -> Iterator[slice]:
-        n = self._batch_size if not per_sample else max(1, self._block_elements // per_sample)
-        n = -(-self._batch_size // -(-self._batch_size // n))  # in as many pieces, of about the same size
-        for first in range(0, self._batch_size, n):
-            yield slice(first, min(first + n, self._batch_size))
+        return even_pieces(self._batch_size, self._block_elements // (per_sample or 1))
 
     def _numbered(self, samples: slice) -> slice:
         return slice(self._start + samples.start, self._start + samples.stop)
+
+
+def even_pieces(n: int, most: int) -> Iterator[slice]:
+    """``range(n)`` in as few pieces as hold no more than this each, at least one, and about the same."""
+    size = -(-n // -(-n // max(1, most))) if n else 1
+    for first in range(0, n, size):
+        yield slice(first, min(first + size, n))
 
 
 def _all_prefer(statistics: Sequence[Statistic], factors: Factors) -> bool:

@@ -22,7 +22,7 @@ from distcockpit.kernels import numba_loops as loops
 PER_THREAD = 100_000  # nanoseconds of work below which another thread does not pay
 
 # Nanoseconds per element, about: what a loop costs that only adds, and one that searches for slots.
-ADDED, COUNTED = 0.2, 2.0
+ADDED, COUNTED = 0.2, 0.3
 
 INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
 
