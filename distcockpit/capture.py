@@ -8,6 +8,7 @@ gradients wrong when it is taken at arrival.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -54,6 +55,17 @@ TOLD_TWICE = (
     "{} for the same forward pass, so that the losses of its samples are told twice. Tell them once: by the loss "
     "module (loss_fn=...), or loss_fn=None and one record_losses(losses) per forward pass, with their weighted sum."
 )
+
+
+def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """What a hook of ours calls is none of the model's calls: no mode sees it, neither our own nor the user's."""
+
+    @functools.wraps(hook)
+    def unseen(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*args)
+
+    return unseen
 
 
 class Capture:
@@ -289,6 +301,7 @@ class Capture:
         if loss is not None and not self.micros[-1].losses:
             self.record_losses(loss)
 
+    @_unseen
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
         if torch.is_grad_enabled() and not self._looks_away:
@@ -298,6 +311,7 @@ class Capture:
             self._before[id(module)] = _Before(state, buffers, kept, _versions(kept), ModuleStates.take(module))
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
+        @_unseen
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
                 return

@@ -228,9 +228,26 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
         norms = kernel.squared_norms([values, values.sum(), values[:0]])
         expected = torch.stack([exact.square().sum(), values.sum().double().square(), exact.new_zeros(())])
         torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0.0)
+        pairs = [values, values[:0], values.double()], [other, other[:0], values]  # also of two types
+        expected = torch.stack([(exact * other.double()).sum(), exact.new_zeros(()), exact.square().sum()])
+        torch.testing.assert_close(kernel.inner_products(*pairs), expected, rtol=1e-11, atol=1e-8)
         expected = (exact * other.double()).sum(1)
         torch.testing.assert_close(kernel.inner_rows(values, other), expected, rtol=1e-11, atol=1e-8)
         if len(values):
             expected = exact @ other[0].double()
             torch.testing.assert_close(kernel.inner_rows(values, other[0]), expected, rtol=1e-11, atol=1e-8)
     assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 1), (4, 3, 1), (5, 7, 2), (1, 3, 1300), (600, 400, 1), (40, 5, 1200), (2, 0, 3)]
+)
+def test_small_elements_by_channel(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-3, 4, shape, generator=generator).to(dtype) / 10
+    values[values == values.new_tensor(0.3)] = torch.nan  # no magnitude
+    for epsilon in (0.0, 0.1):  # 0.1 is not the same number in both types
+        expected = ((values <= epsilon) & (values >= -epsilon)).sum((0, 2))
+        for kernel in IMPLEMENTATIONS:
+            assert torch.equal(kernel.count_small(values, epsilon), expected)

@@ -171,6 +171,20 @@ def count_nonfinite(values: Tensor) -> Tensor:
     return _implementation(values).count_nonfinite(values)
 
 
+def count_small(values: Tensor, epsilon: float) -> Tensor:
+    """How many elements ``|values[a, c, i]| <= epsilon`` there are for each c; NaN is none.
+
+    Args:
+        values: Shape ``[A, C, I]``.
+        epsilon: At least 0; compared in the type of the values.
+
+    Returns:
+        int64, shape ``[C]``.
+    """
+    values = binnable(values)
+    return _implementation(values).count_small(values, epsilon)
+
+
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, squared and added in float64; a number."""
     values = binnable(values)
@@ -180,6 +194,11 @@ def squared_norm(values: Tensor) -> Tensor:
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of all squares of each tensor, as `squared_norm`: float64 ``[len(tensors)]``, at least one."""
     return _implementation(tensors[0]).squared_norms([binnable(t) for t in tensors])
+
+
+def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The inner product of each tensor with its other, in float64: ``[len(tensors)]``, at least one."""
+    return _implementation(tensors[0]).inner_products([binnable(t) for t in tensors], [binnable(t) for t in others])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

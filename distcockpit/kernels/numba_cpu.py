@@ -121,6 +121,24 @@ def count_nonfinite(values: Tensor) -> Tensor:
     return torch.tensor(count, dtype=torch.int64)
 
 
+def count_small(values: Tensor, epsilon: float) -> Tensor:
+    """How many small elements there are for each index of the second axis."""
+    a, c, i = values.shape
+    limit = (np.float32 if values.dtype == torch.float32 else np.float64)(epsilon)
+    if i == 1:
+        rows = _rows(values.view(a, c))
+
+        def count(part: slice) -> np.ndarray:
+            counts = np.zeros(c, np.int64)
+            loops.count_small_in_columns(rows[part], limit, counts)
+            return counts
+
+        return _shared_out(count, a, ADDED * c, rows.dtype) if a else torch.zeros(c, dtype=torch.int64)
+    rows, counts = _rows(values.reshape(a * c, i)), np.zeros(a * c, np.int64)
+    _in_parts(lambda part: loops.count_small_in_rows(rows[part], limit, counts[part]), a * c, ADDED * i, rows.dtype)
+    return torch.from_numpy(counts).view(a, c).sum(0)
+
+
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     return squared_norms([values])[0]
@@ -128,12 +146,18 @@ def squared_norm(values: Tensor) -> Tensor:
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of all squares of each, float64."""
+    return inner_products(tensors, tensors)
 
-    def add(values: Tensor) -> float:
-        flat = _rows(values.reshape(-1))
-        return sum(_in_parts(lambda part: loops.squared_norm(flat[part]), flat.size, ADDED, flat.dtype))
 
-    return torch.tensor([add(t) for t in tensors], dtype=torch.float64)
+def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The inner product of each tensor with its other, float64."""
+
+    def product(values: Tensor, other: Tensor) -> float:
+        a, b = _rows(values.reshape(-1)), _rows(other.reshape(-1))
+        return sum(_in_parts(lambda part: loops.inner(a[part], b[part]), a.size, ADDED, a.dtype))
+
+    products = [product(values, other) for values, other in zip(tensors, others, strict=True)]
+    return torch.tensor(products, dtype=torch.float64)
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

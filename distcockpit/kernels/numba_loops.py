@@ -180,18 +180,30 @@ def add_sums(values, sums):
                 part[i] += row[i]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
-def squared_norm(values):
-    """The sum of the squares of ``values [D]``."""
-    total = 0.0
-    for i in range(values.size):
-        v = np.float64(values[i])
-        total += v * v
-    return total
+@_jit
+def count_small_in_rows(values, limit, counts):
+    """Add to ``counts [R]`` how many elements of each row of ``values [R, D]`` have a magnitude up to the limit."""
+    for n in range(values.shape[0]):
+        for first in range(0, values.shape[1], CHUNK):
+            chunk = values[n, first : first + CHUNK]
+            small = np.int32(0)
+            for i in range(chunk.size):
+                small = np.int32(small + np.int32(abs(chunk[i]) <= limit))
+            counts[n] += small
+
+
+@_jit
+def count_small_in_columns(values, limit, counts):
+    """Add to ``counts [D]`` how many elements of each column of ``values [N, D]`` are small, likewise."""
+    for n in range(values.shape[0]):
+        row = values[n]
+        for i in range(row.size):
+            counts[i] += np.int64(abs(row[i]) <= limit)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
-def _inner(first, second):
+def inner(first, second):
+    """The inner product of two vectors, in float64."""
     total = 0.0
     for i in range(first.size):
         total += np.float64(first[i]) * np.float64(second[i])
@@ -202,7 +214,7 @@ def _inner(first, second):
 def inner_rows(values, others, sums):
     """Inner products of the rows of ``values`` with those of ``others``, or with its only one, into ``sums [N]``."""
     for n in range(values.shape[0]):
-        sums[n] = _inner(values[n], others[n % others.shape[0]])
+        sums[n] = inner(values[n], others[n % others.shape[0]])
 
 
 @_jit

@@ -65,6 +65,11 @@ def count_nonfinite(values: Tensor) -> Tensor:
     return values.numel() - values.isfinite().sum()
 
 
+def count_small(values: Tensor, epsilon: float) -> Tensor:
+    """How many small elements there are for each index of the second axis."""
+    return (values.abs() <= epsilon).sum((0, 2))
+
+
 def squared_norm(values: Tensor) -> Tensor:
     """The sum of all squares, float64."""
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
@@ -73,6 +78,12 @@ def squared_norm(values: Tensor) -> Tensor:
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of all squares of each, float64."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square()
+
+
+def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The inner product of each tensor with its other, float64."""
+    pairs = zip(tensors, others, strict=True)
+    return torch.stack([torch.dot(a.double().reshape(-1), b.double().reshape(-1)) for a, b in pairs])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:

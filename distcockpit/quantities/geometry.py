@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Totals
 from distcockpit.schema import Field
 
 PREVIOUS = Field((), "previous tracked step", description="-1: there was none", dtype="int64")
 
 
-def compared(step: int, now: Mapping[str, Tensor], memory: dict[str, Any]) -> Tensor:
+def compared(step: int, now: Mapping[str, Tensor], squares: Tensor, memory: dict[str, Any]) -> Tensor:
     """Facts about vectors and their predecessors, which ``memory`` keeps: float64 ``[3 parameters + 1]``.
 
     Squared norms, squared norms before, inner products of both, and the step before (-1: none).
@@ -23,14 +24,14 @@ def compared(step: int, now: Mapping[str, Tensor], memory: dict[str, Any]) -> Te
     Args:
         step: This step.
         now: The vectors, by parameter.
+        squares: Their squared norms, float64 ``[parameters]``.
         memory: Of the quantity.
     """
-    before = memory.get("before", now)
-    pairs = [(v.double().reshape(-1), before[name].double().reshape(-1)) for name, v in now.items()]
-    facts = [torch.stack([v @ v, b @ b, v @ b]) for v, b in pairs]
-    last = torch.as_tensor([memory.get("step", -1)], dtype=torch.float64, device=facts[0].device)
-    memory.update(before=now, step=step)
-    return torch.cat([torch.stack(facts).T.reshape(-1), last])
+    last = squares.new_tensor([memory.get("step", -1)])
+    before, squares_before = memory.get("before", now), memory.get("squares", squares)
+    inner = kernels.inner_products(list(now.values()), [before[name] for name in now])
+    memory.update(before=now, squares=squares, step=step)
+    return torch.cat([squares, squares_before, inner, last])
 
 
 def norm_and_correlation(totals: Totals) -> dict[str, Any]:

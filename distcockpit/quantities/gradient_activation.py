@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
@@ -55,11 +56,13 @@ class GradientActivation(Quantity):
 
         def shares() -> Tensor:
             shapes = [(len(g), g[:1].numel()) if g.numel() and g.dim() else (1, g.numel()) for g in gradients]
-            rows = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
-            quiet = [((row <= self.epsilon) & (row >= -self.epsilon)).sum(1) for row in rows]  # NaN is not zero
+            quiet = [
+                kernels.count_small(g.reshape(1, *shape), self.epsilon)
+                for g, shape in zip(gradients, shapes, strict=True)
+            ]
             pairs = [
-                (1 - zeros.sum().double() / row.numel(), (zeros == row.shape[1]).double().mean())
-                for row, zeros in zip(rows, quiet, strict=True)
+                (1 - zeros.sum().double() / (rows * columns), (zeros == columns).double().mean())
+                for (rows, columns), zeros in zip(shapes, quiet, strict=True)
             ]
             return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed, label
 from distcockpit.schema import Field, Group, Row
@@ -69,8 +71,9 @@ class OutputActivation(Quantity):
         samples = len(output)
         output = output[:, None] if output.dim() == 1 else output
         axis = self.channel_axis if -output.dim() < self.channel_axis < output.dim() else 1
-        quiet = (output <= self.epsilon) & (output >= -self.epsilon)  # NaN is not zero
-        zeros = quiet.sum([k for k in range(output.dim()) if k != axis % output.dim()]).double()
+        axis %= output.dim()
+        sizes = math.prod(output.shape[:axis]), output.shape[axis], math.prod(output.shape[axis + 1 :])
+        zeros = kernels.count_small(output.reshape(sizes), self.epsilon).double()
         elements = torch.full_like(zeros, output.numel() / output.shape[axis] if output.shape[axis] else 0)
         return torch.stack([elements - zeros, elements, torch.full_like(zeros, samples)])
 

@@ -63,8 +63,9 @@ class OutputGradientGeometry(Quantity):
         """Squares, sizes, and inner products with what this rank kept from the previous tracked step."""
         layers, gradients = self._layers(batch.model.leaves), batch.output_gradients
         now = {path: list(gradients[path]) for path in layers}
+        squares = batch.vector([_dot(now[path], now[path]) for path in layers])
         sums: dict[str, Tensor | Fact] = {
-            "squares": batch.vector([_dot(now[path], now[path]) for path in layers]),
+            "squares": squares,
             "elements": batch.vector([sum(g.numel() for g in now[path]) for path in layers]),
         }
         if self.compute_correlation:
@@ -74,10 +75,10 @@ class OutputGradientGeometry(Quantity):
             sums |= {
                 "changed": batch.vector(changed),
                 "inner": batch.vector([_dot(a, b) for a, b in pairs]),
-                "squares_before": batch.vector([_dot(before[path], before[path]) for path in layers]),
+                "squares_before": memory.get("squares", squares.new_zeros(len(layers))),
                 "previous_step": batch.once(memory.get("step", -1)),
             }
-            memory.update(gradients=now, step=batch.step)
+            memory.update(gradients=now, squares=squares, step=batch.step)
         return sums
 
     def finalize(self, totals: Totals, n: int) -> Row:
