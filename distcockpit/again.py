@@ -16,7 +16,7 @@ from distcockpit.batchnorm import batch_statistics
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, ForwardPass, Loss
 from distcockpit.gradients.rules import EMBEDDING
-from distcockpit.gradients.uses import Layer, Use
+from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
 
@@ -30,8 +30,8 @@ def mixed_up_rows(
     axes: BatchAxes,
     *,
     constant_statistics: bool,
-) -> set[str]:
-    """The layers whose output rows are not the samples, one each.
+) -> set[tuple[str, str]]:
+    """The layers whose output rows are not the samples, with the parameters that they serve.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
     Nothing is found where the model returns nothing but its loss, or cannot be run again.
@@ -46,7 +46,7 @@ def mixed_up_rows(
     Raises:
         ValueError: If the model mixes the samples of a batch.
     """
-    found: set[str] = set()
+    found: set[tuple[str, str]] = set()
     for micro in captured:
         for forward in micro.passes:
             if micro.batch_size < 2 or not forward.output_gradients or forward.writes_parameters:
@@ -54,7 +54,7 @@ def mixed_up_rows(
             problem = ""
             for inputs_ask in (True, False):  # for gradients, which some models do not bear
                 try:
-                    paths, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
+                    served, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
                     break
                 except Exception as error:  # the user's model, run again: anything
                     problem = f"{type(error).__name__}: {error}"
@@ -68,7 +68,7 @@ def mixed_up_rows(
                     "(statistics, sorting or capacities over the batch). If the first tensor that it is given does not "
                     "begin with the batch, say batch_dim=... or track(step, batch_size=...)."
                 )
-            found |= paths
+            found |= served
     return found
 
 
@@ -79,8 +79,8 @@ def _mixed_up(
     axes: BatchAxes,
     constant_statistics: bool,
     inputs_ask: bool,
-) -> tuple[set[str], bool]:
-    """The layers with mixed-up rows in one pass, and whether rows of the model's input are reached, too."""
+) -> tuple[set[tuple[str, str]], bool]:
+    """The layers with mixed-up rows in one pass, with their parameters; whether rows of the model's input are, too."""
     n = forward.batch_size
     made: list[Tensor] = []
     given = tensors((forward.args, forward.kwargs))
@@ -88,7 +88,7 @@ def _mixed_up(
         args, kwargs = map_tensors(partial(_with_gradient, made), (forward.args, forward.kwargs))
         forward = replace(forward, args=args, kwargs=kwargs)
     inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
-    found: set[str] = set()
+    found: set[tuple[str, str]] = set()
     mixed = False
     with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
         arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
@@ -104,14 +104,14 @@ def _mixed_up(
         for loud in _parts(n):
             for use in uses:
                 use.output_gradients.clear()
-            masked = [_without(~loud, g, forward.axes[k] or 0) for k, g in zip(rows, total, strict=True)]
+            masked = [_without(~loud, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
             at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True, retain_graph=True)
             for gradient in at_leaves[: len(inputs)]:
                 mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
             for use in uses:
                 rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]
                 if any(_reaches(~loud, g) for g in rows_of):
-                    found.add(use.layer.path)
+                    found |= {(use.layer.path, name) for name in use.layer.parameters.values()}
                     index = tensors((use.args, use.kwargs)) if use.rule is EMBEDDING else []
                     mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
     return found, mixed
@@ -151,10 +151,10 @@ def _recaptured(
         again.stop()
 
 
-def _without(silent: Tensor, gradient: Tensor, axis: int) -> Tensor:
-    rows = gradient.clone().movedim(axis, 0)
+def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
+    rows = to_front(gradient.clone(), axis)
     rows[silent.to(gradient.device)] = 0
-    return rows.movedim(0, axis)
+    return from_front(rows, axis)
 
 
 def _reaches(silent: Tensor, gradient: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.arrivals import Arrivals
-from distcockpit.batch_axes import BatchAxes, shapes_of
+from distcockpit.batch_axes import BatchAxes, given_shapes, shapes_of
 from distcockpit.captured import (
     Captured,
     ForwardPass,
@@ -36,9 +36,9 @@ from distcockpit.captured import (
     returned_any,
     scalar_output,
 )
-from distcockpit.gradients.functions import CALLS, Functions, Recording, Watch, away, batched
-from distcockpit.gradients.rules import GENERIC
-from distcockpit.gradients.uses import Layer, Use
+from distcockpit.gradients.functions import CALLS, Functions, Recording, Watch, away, batched, called_with
+from distcockpit.gradients.rules import GENERIC, serving
+from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
@@ -115,6 +115,7 @@ class Capture:
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
         self._pass: ForwardPass | None = None  # the one that calls of layers belong to
+        self._batch: list[Tensor] = []  # what it was given
         self._calls: list[_Call] = []  # of the model, that have not returned
         self._handles: list[Any] = []
         self._before: dict[int, _Before] = {}
@@ -147,7 +148,7 @@ class Capture:
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(self._leave_wrapper))
         if self._functions is not None:
-            self._handles += away(self._model, lambda: self._calls[-1].watch if self._calls else None)
+            self._handles += away(self._model, lambda: self._watch)
         if self._loss.module is not None and is_decomposable(self._loss.module):
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
@@ -197,7 +198,8 @@ class Capture:
         self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
         batch_size = self._infer_batch_size(args, kwargs)
         # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
-        self._own = OwnCopies(tensors((args, kwargs)) if self._copies else ())
+        self._batch = tensors((args, kwargs))
+        self._own = OwnCopies(self._batch if self._copies else ())
         batch = batched((args, kwargs), self._axes.batch_dim, batch_size)
         args, kwargs = map_tensors(self._own, (args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
@@ -213,6 +215,11 @@ class Capture:
                     call.watch.is_muted = True
             watch.enter()
             self._calls[-1].watch = watch
+
+    @property
+    def _watch(self) -> Watch | None:
+        """What sees the calls of functions now."""
+        return self._calls[-1].watch if self._calls else None
 
     def _fingerprint(self) -> str:
         """Of the parameters, to see whether the forward pass leaves them alone."""
@@ -274,6 +281,7 @@ class Capture:
                 aliased = False
         forward.output = output
         forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
+        self._axes.resolve(forward)
         forward.writes_parameters = self._fingerprint() != self._parameters
         forward.writes_inputs = self._own.were_written
         if call.before is not None and call.before.is_open:
@@ -325,11 +333,12 @@ class Capture:
                 buffers = dict(module.named_buffers()) if has_buffers else {}
                 before = _Before(None, buffers, kept, _versions(kept), None)
             call, shapes = self._pass.calls[layer.path], shapes_of(output)
-            axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size)
+            given = given_shapes((args, kwargs), self._batch, self._watch)
+            axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
             self._pass.calls[layer.path] += 1
             use = Use(
                 layer,
-                layer.rule if len(args) + len(kwargs) == 1 else GENERIC,
+                serving(layer.rule, axes) if len(args) + len(kwargs) == 1 else GENERIC,
                 *before.kept,
                 versions=before.versions,
                 training={m: m.training for m in (module.modules() if module._modules else (module,))},
@@ -339,6 +348,8 @@ class Capture:
                 autocast=self._autocast(),
                 axes=axes,
                 shapes=shapes,
+                given=given,
+                key=layer.path,
                 call=call,
                 is_late=not self._pass.is_open,
                 drew=before.random_state is not None and before.random_state.torch_drew(),
@@ -350,8 +361,7 @@ class Capture:
             for position, leaf in enumerate(tensors(output)):
                 if leaf.requires_grad:
                     source, view = owned_memory(leaf, tensors((args, kwargs)))
-                    add = adder(use.output_gradients, position, axes[position] or 0)
-                    self._on_gradient(source, collector(add, view), use)
+                    self._on_gradient(source, collector(_adder_of(use, position), view), use)
 
         return hook
 
@@ -360,8 +370,13 @@ class Capture:
         forward, functions = self._pass, self._functions
         if forward is None or functions is None:
             return
-        call, shapes = forward.calls[CALLS], shapes_of(output)
-        forward.calls[CALLS] += 1
+        key, shapes, shapes_given = (
+            called_with(recording.parameters),
+            shapes_of(output),
+            given_shapes(given, self._batch, self._watch),
+        )
+        call = forward.calls[key]
+        forward.calls[key] += 1
         if not any(leaf.requires_grad for leaf in tensors(output)):
             return
         closed = functions.closed_form(recording)
@@ -384,8 +399,10 @@ class Capture:
             random_state=drawn,
             states=None,
             autocast=self._autocast(),
-            axes=self._axes.of(CALLS, call, shapes, forward.batch_size),
+            axes=self._axes.of(key, call, shapes, forward.batch_size, shapes_given, forward.folds),
             shapes=shapes,
+            given=shapes_given,
+            key=key,
             call=call,
             is_late=not forward.is_open,
             drew=drawn is not None,
@@ -394,8 +411,7 @@ class Capture:
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                add = adder(use.output_gradients, position, use.axes[position] or 0)
-                self._on_gradient(source, collector(add, view), use)
+                self._on_gradient(source, collector(_adder_of(use, position), view), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -406,14 +422,14 @@ class Capture:
         if first is None:
             return
         values = tensors(output)[first].detach()
-        if self._axes.is_known(use.layer.path, use.call):
+        if self._axes.is_known(use.key, use.call):
             self._show(use, first, values)
         else:
             self._to_show.append((use, first, values.clone()))  # when the step has ended
 
     def _show(self, use: Use, position: int, values: Tensor) -> None:
-        axis = use.axes[position]
-        values = values if axis is None else values.movedim(axis, 0)
+        axis = None if isinstance(use.axes[position], Folded) else use.axes[position]
+        values = to_front(values, axis)
         mine = {name: observe for name, (observe, paths) in self._observers.items() if use.layer.path in paths}
         kept = {name: observe(values, axis is not None) for name, observe in mine.items()}
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
@@ -587,6 +603,10 @@ class _Before:
     kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
     states: ModuleStates | None
+
+
+def _adder_of(use: Use, position: int) -> Callable[[Tensor], None]:
+    return adder(use.output_gradients, position, lambda: use.axes[position])
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class ForwardPass:
     writes_inputs: bool = False
     uses: list[Use] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of each module
+    folds: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # merged axes by length: around and within B
     output: Any = None
     axes: Axes = ()  # where the batch is in each tensor of the output
     is_prediction: bool = False  # whether the scalar output has a batch axis when there are more samples
@@ -158,13 +159,10 @@ class Captured:
         """The same, with the uses of a second pass for the parameters ``names``, and its own for all else."""
         mine = [use.serving({k: v for k, v in use.layer.parameters.items() if v not in names}) for use in self.uses]
         theirs = [use.serving({k: v for k, v in use.layer.parameters.items() if v in names}) for use in other.uses]
-        return replace(
-            self,
-            uses=[
-                *(use for use in mine if use.layer.parameters or use.is_separable),
-                *(use for use in theirs if use.layer.parameters),
-            ],
-        )
+        theirs = [use for use in theirs if use.layer.parameters]
+        served = {use.layer.path for use in theirs}  # whose output gradients are among these, too
+        mine = [use for use in mine if use.layer.parameters or (use.is_separable and use.layer.path not in served)]
+        return replace(self, uses=[*mine, *theirs])
 
     def individual_losses(self, samples_per_weight: float, device: torch.device) -> Tensor:
         """Losses l_i of the samples in the pooled meaning, float64 ``[B]``; zero where they have no weight."""

@@ -1,11 +1,12 @@
 """From which modules' calls the individual gradients of each parameter are taken.
 
-That is the module that owns the parameter, if it has no modules inside, as long as its calls tell the samples apart and
-explain the parameter's whole gradient. Where they do not, because the parameter is used outside of its module, or the
-module's output has no batch axis (positions that all samples share), it is the functions that are called with the
-parameter, or with what was made of it. Where these do not do either (rows that are no samples), it is the parent of
-the module, and so on: running the parent again, with output gradients of one sample at a time, is exact for everything
-inside it, and slow.
+That is the module that owns the parameter, if there is a closed form for it, as long as its calls tell the samples
+apart and explain the parameter's whole gradient. Where there is none, or they do not, because the parameter is used
+outside of its module, or the module's output has no batch axis (positions that all samples share), it is the functions
+that are called with the parameter, or with what was made of it. Where these do not do (rows that are no samples; calls
+that no mode sees), it is a module again, run as a whole: the one that owns the parameter, if it has no modules inside;
+else its parent, and so on: running the parent again, with output gradients of one sample at a time, is exact for
+everything inside it, and slow.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ class Cover:
     @cached_property
     def scopes(self) -> dict[str, tuple[str, ...]]:
         """The modules that serve each tracked parameter."""
-        owned = {f: paths if self._leaves.issuperset(paths) else (CALLS,) for f, paths in self._lowest.items()}
+        owned = {f: paths if self._closed.issuperset(paths) else (CALLS,) for f, paths in self._lowest.items()}
         return owned | dict(self.raised)
 
     @cached_property
     def _leaves(self) -> set[str]:
         return {layer.path for layer in self.own if layer.is_leaf}
+
+    @cached_property
+    def _closed(self) -> set[str]:
+        return {layer.path for layer in self.own if layer.is_leaf and layer.rule is not GENERIC}
 
     @cached_property
     def _lowest(self) -> dict[str, tuple[str, ...]]:
@@ -127,12 +132,15 @@ class Cover:
         """
         raised = dict(self.raised)
         for parameter, (why, failing) in reasons.items():
-            before = self.scopes[parameter]
-            if self._leaves.issuperset(before):
+            before, owners = self.scopes[parameter], self._lowest[parameter]
+            if self._closed.issuperset(before):
                 raised[parameter] = (CALLS,)
                 continue
             if CALLS in before:
-                before, failing = self._lowest[parameter], self._leaves
+                if self._leaves.issuperset(owners) and not self._closed.issuperset(owners):
+                    raised[parameter] = owners
+                    continue
+                before, failing = owners, self._leaves
             scopes = {self._parent(path, parameter, why) if path in failing else path for path in before}
             raised[parameter] = _topmost(sorted(scopes))
         whys = {parameter: why for parameter, (why, _) in reasons.items()}

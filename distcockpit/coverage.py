@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from distcockpit.cover import Cover
+from distcockpit.gradients.functions import CALLS
 from distcockpit.quantities.batch import label
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ class Route:
     Args:
         parameter: Its name.
         shape: Its shape.
-        route: "closed form", "BackPACK blocks", "generic blocks" (its module is run again with output gradients of one
-            sample at a time), "slow exact fallback" (a part of the model is), or "not tracked".
-        layers: The modules whose calls tell its individual gradients.
+        route: "closed form", "BackPACK blocks", "calls of functions" (by closed forms, or run again by themselves),
+            "generic blocks" (its module is run again as a whole), "slow exact fallback" (a part of the model is, with
+            output gradients of one sample at a time), or "not tracked".
+        layers: The modules whose calls tell its individual gradients; or "calls of functions".
         checked: Whether they were found to add up to the gradient that autograd gave the parameter. Not yet, as long as
             no tracked step gave it one.
         why: Why it takes a slow route, or none, or is not exact any more.
@@ -107,6 +109,7 @@ def coverage(
         broken: Those that are not explained any more, with the step at which that was seen.
     """
     rules = {layer.path: SLOW if not layer.is_leaf else layer.rule.description for layer in cover.layers}
+    rules[CALLS] = CALLS
     routes = []
     for name, p in model.named_parameters():
         shape, scopes = tuple(p.shape), cover.scopes.get(name, ())

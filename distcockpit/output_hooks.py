@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.uses import Axis, to_front
+
 View = tuple[torch.Size, tuple[int, ...], Any]
 
 
@@ -50,11 +52,13 @@ def collector(add: Callable[[Tensor], None], view: View | None, *, copy: bool = 
     return receive
 
 
-def adder(gradients: dict[int, Tensor], position: int, axis: int = 0) -> Callable[[Tensor], None]:
+def adder(
+    gradients: dict[int, Tensor], position: int, axis: Callable[[], Axis] = lambda: 0
+) -> Callable[[Tensor], None]:
     """Adds up gradients of one output, with the batch axis brought to the front."""
 
     def add(gradient: Tensor) -> None:
-        gradient = gradient.movedim(axis, 0) if gradient.dim() else gradient
+        gradient = to_front(gradient, axis()) if gradient.dim() else gradient
         gradients[position] = gradients[position] + gradient if position in gradients else gradient
 
     return add

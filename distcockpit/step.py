@@ -275,8 +275,8 @@ class TrackedStep:
         if not names:
             return {}
         layers, axes = session.cover.layers, session.axes
-        paths = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
-        failing = {name: [path for path in session.cover.scopes[name] if path in paths] for name in names}
+        mixed = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
+        failing = {name: [path for path in session.cover.scopes[name] if (path, name) in mixed] for name in names}
         why = "the rows of the output of its module are not the samples, one each"
         return {name: (why, scopes) for name, scopes in failing.items() if scopes}
 

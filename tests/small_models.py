@@ -283,6 +283,32 @@ class Experts(nn.Module):
         return (out * weights[:, None]).reshape(x.shape)
 
 
+class Merged(nn.Module):
+    """Works on [B T, C] or on [T B, C] inside, and on pictures of such; `both` works on both.
+
+    Args:
+        order: "samples" if they lie without, "positions", or "both".
+    """
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.norm, self.mix, self.scale = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.conv, self.groups = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.back, self.embed = nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.order == "samples" else x.transpose(0, 1).contiguous()
+        z = torch.tanh(self.norm(self.mix(x.view(-1, WIDTH))) * self.scale)
+        pictures = self.groups(self.conv(z.view(-1, 1, 2, 3))).mean(1).view_as(x)
+        tokens = self.embed((10 * x[:, :, 0]).long().remainder(5).view(-1)).view_as(x)
+        z = (x + pictures).transpose(0, 1) if self.order == "both" else x + pictures
+        z = self.back(z.contiguous().view(-1, WIDTH)).view(z.shape)
+        if self.order == "both":
+            return z + tokens.transpose(0, 1)
+        return z + tokens if self.order == "samples" else (z + tokens).transpose(0, 1)
+
+
 class Folded(nn.Module):
     """Works on [B T, C] inside, and packs sequences for its recurrent layer."""
 

@@ -92,6 +92,11 @@ class Doubled(torch.autograd.Function):
 
 
 SERVED: dict[str, Forward] = {
+    "folded": lambda m, z: (z.flatten(0, 1) * m.p).view_as(z),
+    "folded, with a function between": lambda m, z: ((z.flatten(0, 1) * m.p).tanh() * m.p).view_as(z),
+    "folded, positions first": lambda m, z: (
+        (z.transpose(0, 1).reshape(-1, z.shape[2]) * m.p).view(z.shape[1], len(z), -1).transpose(0, 1)
+    ),
     "add": lambda m, z: z + m.q,
     "of three": lambda m, z: torch.addcmul(z, z, m.p, value=0.5),
     "class token": lambda m, z: torch.cat([m.q[:, :1].expand(len(z), -1, -1), z[:, 1:]], 1),
@@ -111,7 +116,11 @@ SERVED: dict[str, Forward] = {
     "looked up": lambda m, z: z + F.embedding((z[..., 0] > 0).long(), m.w, padding_idx=-6),
 }
 PARENTS: dict[str, Forward] = {
-    "folded": lambda m, z: (z.flatten(0, 1) * m.p).view_as(z),
+    "folded by a copy": lambda m, z: (torch.cat([z.flatten(0, 1)]) * m.p).view_as(z),
+    "folded in two ways": lambda m, z: (
+        (torch.cat([z.flatten(0, 1) * m.p]) * m.p).view_as(z)
+        + (z.transpose(0, 1).flatten(0, 1) * m.p).view(z.shape[1], len(z), -1).transpose(0, 1)
+    ),
     "written to": written_to,
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.gradients.embedding import EmbeddingRule
+from distcockpit.gradients.rounding import RoundedNorms
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 
 Change = Callable[[int, nn.Module], None]
@@ -218,7 +219,7 @@ def test_short_sequences_of_wide_layers_are_not_formed(
     """Where two T x T matrices are cheaper than one of the parameter's shape, norms come from them; sums of several
     micro-batches from their factors, that of one from autograd."""
     used = set()
-    for kind in (GradientSum, SquaredNorms):
+    for kind in (GradientSum, SquaredNorms, RoundedNorms):
 
         def sequence(self: Any, *args: Any, kind: Any = kind, original: Any = kind.sequence) -> None:
             used.add(kind)
@@ -236,7 +237,7 @@ def test_short_sequences_of_wide_layers_are_not_formed(
             with cockpit.track(step):
                 for part in range(n_micros):
                     loss_fn(cockpit(x[part::n_micros]), y[part::n_micros]).div(n_micros).backward()
-    assert used == ({SquaredNorms} if n_micros == 1 else {GradientSum, SquaredNorms})
+    assert used == ({RoundedNorms} if n_micros == 1 else {GradientSum, SquaredNorms})
     terms = nn.CrossEntropyLoss(reduction="sum")
     batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
     run = open_run(tmp_path / "r")

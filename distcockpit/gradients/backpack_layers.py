@@ -28,6 +28,7 @@ class BackpackRule:
     """Blocks from BackPACK's matrix-Jacobian products, a few samples at a time."""
 
     description = "BackPACK blocks"
+    unfolds = False
 
     @staticmethod
     def serves(module: nn.Module) -> bool:

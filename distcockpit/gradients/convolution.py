@@ -23,6 +23,7 @@ class ConvolutionRule:
     """Convolutions in one to three dimensions, with groups, dilation, stride, and every padding."""
 
     description = "closed form"
+    unfolds = False
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """``sum_t delta_it x_it^T`` over the places t of the output; with groups it is none such."""

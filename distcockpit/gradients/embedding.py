@@ -17,6 +17,7 @@ class EmbeddingRule:
     """``y_t = W[x_t]``, on ``[N]`` or ``[N, *]``; the padding index has no gradient."""
 
     description = "closed form"
+    unfolds = True
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """None: a gradient has few rows that are not zero."""
@@ -43,8 +44,9 @@ class EmbeddingRule:
     def rows(self, use: Use, samples: slice) -> Rows:
         """The rows that are not zero; found without waiting for the device."""
         index, delta = (t[samples] for t in _occurrences(use))
+        index = index.contiguous()
         ordered = index.sort(1).values
-        first = torch.searchsorted(ordered, index.contiguous())  # where each token comes first
+        first = torch.searchsorted(ordered, index)  # where each token comes first
         values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
         module: Any = use.layer.module
         return Rows(ordered, values, module.num_embeddings)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ from distcockpit.trees import map_tensors, tensors
 
 CALLS = "calls of functions"
 """The path of the layer that stands for all of them."""
+
+
+def called_with(names: Iterable[str]) -> str:
+    """What the calls of functions with these parameters are counted by, and their axes are known by."""
+    return f"{CALLS} with {', '.join(sorted(names))}"
+
 
 WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
 
@@ -227,6 +234,7 @@ class Watch(TorchFunctionMode):
         self._batch_size = batch_size
         self._leaves = {id(p): _Leaf(name) for name, p in parameters.items()}
         self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
+        self.reshaped: Any = WeakTensorKeyDictionary()  # the shapes before, of tensors that may be no views of them
         self._device, self._on_use, self._suspended = device, on_use, 0
         self.is_muted = False  # while another one sees a call of the model inside of this one
 
@@ -263,12 +271,17 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED:
             return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return OPEN_ATTENTION(*args, **kwargs)
         given = tensors((args, kwargs))
         kinds = [self._kind(t) for t in given]
         if not any(isinstance(kind, Part) for kind in kinds):
             result = func(*args, **kwargs)
             if "batch" in kinds:
                 self.mark(tensors(result))
+                if func in RESHAPING and isinstance(result, Tensor):
+                    self.reshaped[result] = given[0].shape
                 if _writes(func):
                     self.mark(given[:1])
             return result
@@ -279,6 +292,8 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         made = tensors(result)
         drew = bool(made) and before.torch_drew()
+        if not (has_batch or torch.is_grad_enabled()):  # a constant, such as the vectors of spectral norm
+            return result
         if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained
             self.mark([*made, *given[:1]] if _writes(func) else made)
             return result
@@ -329,6 +344,8 @@ def _writes(function: Any) -> bool:
     return name in WRITING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+RESHAPING = {torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten}
+
 PROPERTIES = ("_version", "device", "dtype", "is_cuda", "is_leaf", "is_nested", "is_sparse", "layout", "ndim")
 METHODS = ("dim", "is_contiguous", "is_floating_point", "is_inference", "numel", "size", "storage_offset", "stride")
 ASKED = frozenset({
@@ -336,6 +353,17 @@ ASKED = frozenset({
     *(getattr(Tensor, name) for name in METHODS),
 })
 """What is asked of tensors all the time, and is no tensor."""
+
+
+def _opened(function: Any) -> Callable[..., Any]:
+    """The same Python code, which does not ask for modes at its beginning, so that they see what it calls."""
+    names = vars(F) | {"has_torch_function": lambda _: False}
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+OPEN_ATTENTION = _opened(F.multi_head_attention_forward)
 
 ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that compute in another way, by some 1e-6, where there is a mode."""

@@ -25,7 +25,7 @@ from distcockpit.checkpointing import kept_activations
 from distcockpit.gradients import parts
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.parts import Drawn
-from distcockpit.gradients.uses import Blocks, Use
+from distcockpit.gradients.uses import Blocks, Use, to_front
 from distcockpit.rng import unchanged
 from distcockpit.trees import map_tensors, tensors
 
@@ -52,6 +52,7 @@ class GenericRule:
     """Exact for every module that treats the samples of a batch independently of each other."""
 
     description = "generic blocks"
+    unfolds = True
 
     def __init__(self) -> None:
         self._verdicts: WeakKeyDictionary[Module, dict[object, _Verdict]] = WeakKeyDictionary()
@@ -258,7 +259,7 @@ class _Again:
         state |= {slot: copies[name] for slot, name in self._buffers.items()}
         args, kwargs = map_tensors(_plain, (args, kwargs))
         output = tensors(functional_call(self._module, state, args, kwargs, tie_weights=False))
-        return {p: output[p].movedim(use.axes[p] or 0, 0) for p in use.output_gradients}
+        return {p: to_front(output[p], use.axes[p]) for p in use.output_gradients}
 
     @contextmanager
     def _as_in_the_call(self, drawn: Drawn | None) -> Generator[None, None, None]:

@@ -20,6 +20,7 @@ class LinearRule:
     """
 
     description = "closed form"
+    unfolds = True
 
     def __init__(self, *, transposed: bool = False) -> None:
         self._transposed = transposed

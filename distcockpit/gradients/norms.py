@@ -22,9 +22,21 @@ CHANNELS: dict[type, Normalise] = {nn.GroupNorm: lambda m, x: functional.group_n
 
 
 class NormRule:
-    """``y = w x^ + b``: ``sum_t delta_it x^_it`` and ``sum_t delta_it``."""
+    """``y = w x^ + b``: ``sum_t delta_it x^_it`` and ``sum_t delta_it``.
+
+    Args:
+        channels: Whether weight and bias belong to the axis behind the batch, not to the last ones.
+    """
 
     description = "closed form"
+
+    def __init__(self, *, channels: bool = False) -> None:
+        self.unfolds = not channels
+
+    @staticmethod
+    def has_channels(module: nn.Module) -> bool:
+        """Whether the parameters belong to the axis behind the batch."""
+        return type(module) in CHANNELS
 
     @staticmethod
     def serves(module: nn.Module) -> bool:

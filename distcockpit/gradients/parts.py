@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcockpit.gradients.uses import Use
+from distcockpit.gradients.uses import Axes, Axis, Folded, Use, from_front, to_front
 from distcockpit.trees import map_tensors, tensors
 
 FEW = 8  # samples that a module is run on together: fewer leave less to do for nothing, more have less overhead
@@ -32,7 +32,7 @@ def batch_size(use: Use) -> int:
     return len(next(iter(use.output_gradients.values())))
 
 
-def batch_axes(use: Use) -> tuple[int | None, ...]:
+def batch_axes(use: Use) -> Axes:
     """Which axis of each input is cut."""
     return tuple(_batch_axis(use, tensor) for tensor in tensors((use.args, use.kwargs)))
 
@@ -42,7 +42,7 @@ def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]
 
     def cut(tensor: Tensor) -> Tensor:
         axis = _batch_axis(use, tensor)
-        return tensor if axis is None else tensor.movedim(axis, 0)[samples].movedim(0, axis)
+        return tensor if axis is None else from_front(to_front(tensor, axis)[samples], axis)
 
     return map_tensors(cut, (use.args, use.kwargs))
 
@@ -50,7 +50,7 @@ def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]
 def rows_of(use: Use, samples: slice) -> list[Tensor]:
     """The inputs that have a batch axis, of some samples, with that axis in front."""
     cut = zip(tensors((use.args, use.kwargs)), batch_axes(use), strict=True)
-    return [tensor.movedim(axis, 0)[samples] for tensor, axis in cut if axis is not None]
+    return [to_front(tensor, axis)[samples] for tensor, axis in cut if axis is not None]
 
 
 def of_one(use: Use, rows: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -59,15 +59,20 @@ def of_one(use: Use, rows: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str,
 
     def exchange(tensor: Tensor) -> Tensor:
         axis = _batch_axis(use, tensor)
-        return tensor if axis is None else next(left).unsqueeze(axis)
+        return tensor if axis is None else from_front(next(left).unsqueeze(0), axis)
 
     return map_tensors(exchange, (use.args, use.kwargs))
 
 
-def _batch_axis(use: Use, tensor: Tensor) -> int | None:
+def _batch_axis(use: Use, tensor: Tensor) -> Axis:
     """Which axis of an input is as long as the batch: first that which is the batch in the output."""
-    first = next((axis for axis in use.axes if axis is not None), 0)
-    return next((k for k in (first, 0) if tensor.dim() > k and tensor.shape[k] == batch_size(use)), None)
+    first, n = next((axis for axis in use.axes if axis is not None), 0), batch_size(use)
+    if isinstance(first, Folded):
+        length, first_axis = first.outer * n * first.inner, first.axis
+        if tensor.dim() > first_axis and tensor.shape[first_axis] == length:
+            return first
+        first = 0
+    return next((k for k in (first, 0) if tensor.dim() > k and tensor.shape[k] == n), None)
 
 
 def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], samples: slice, tolerance: float) -> Tensor:

@@ -12,10 +12,11 @@ from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.generic import GenericRule
 from distcockpit.gradients.linear import LinearRule
 from distcockpit.gradients.norms import NormRule
-from distcockpit.gradients.uses import Rule
+from distcockpit.gradients.uses import Axes, Folded, Rule
 
 LINEAR, TRANSPOSED, EMBEDDING = LinearRule(), LinearRule(transposed=True), EmbeddingRule()
-CONVOLUTION, NORM, BACKPACK, GENERIC = ConvolutionRule(), NormRule(), BackpackRule(), GenericRule()
+CONVOLUTION, BACKPACK, GENERIC = ConvolutionRule(), BackpackRule(), GenericRule()
+NORM, CHANNEL_NORM = NormRule(), NormRule(channels=True)
 
 
 def rule_for(module: nn.Module) -> Rule:
@@ -35,10 +36,15 @@ def rule_for(module: nn.Module) -> Rule:
     if type(module) in CONVOLUTIONS:
         return CONVOLUTION
     if NormRule.serves(module):
-        return NORM
+        return CHANNEL_NORM if NormRule.has_channels(module) else NORM
     if BackpackRule.serves(module):
         return BACKPACK
     return GENERIC
+
+
+def serving(rule: Rule, axes: Axes) -> Rule:
+    """The rule, or the one that takes calls whose batch axis was merged with others."""
+    return GENERIC if any(isinstance(axis, Folded) for axis in axes) and not rule.unfolds else rule
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -18,8 +18,41 @@ from distcockpit.gradients.factors import Factors, Rows
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
 
-Axes = tuple[int | None, ...]
+
+@dataclass(frozen=True)
+class Folded:
+    """A batch axis that was merged with its neighbours, as by ``view(-1, C)`` of ``[B, T, C]`` or of ``[T, B, C]``.
+
+    Args:
+        axis: The merged one.
+        outer: The length of what the batch lies within.
+        inner: The length of what lies within the batch.
+    """
+
+    axis: int
+    outer: int
+    inner: int
+
+
+Axis = int | Folded | None
+
+Axes = tuple[Axis, ...]
 """The batch axis of each tensor of an output; ``None`` where there is none."""
+
+
+def to_front(tensor: Tensor, axis: Axis) -> Tensor:
+    """With the batch axis in front; what it was merged with becomes two axes, in the place of the merged one."""
+    if isinstance(axis, Folded):
+        return tensor.unflatten(axis.axis, (axis.outer, -1, axis.inner)).movedim(axis.axis + 1, 0)
+    return tensor.movedim(axis, 0) if axis else tensor
+
+
+def from_front(tensor: Tensor, axis: Axis) -> Tensor:
+    """The opposite of `to_front`."""
+    if isinstance(axis, Folded):
+        return tensor.movedim(0, axis.axis + 1).flatten(axis.axis, axis.axis + 2)
+    return tensor.movedim(0, axis) if axis else tensor
+
 
 Shapes = Sequence[torch.Size]
 
@@ -31,6 +64,7 @@ class Rule(Protocol):
     """How the individual gradients of one kind of layer follow from a :class:`Use`."""
 
     description: str
+    unfolds: bool  # whether it takes factors whose batch axis was merged with others, and has these as two more axes
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """The parameters whose individual gradients are sums of outer products, by local name."""
@@ -90,7 +124,9 @@ class Use:
     autocast: torch.dtype | None  # the type of mixed precision in the call, if any
     axes: Axes  # where the batch is in each tensor of the output
     shapes: Shapes  # of these tensors
-    call: int  # how often the module was called before in the pass
+    given: Sequence[tuple[torch.Size, torch.Size]]  # of the input tensors, and of what they are views of
+    key: str  # what its axes are known by
+    call: int  # how often this one was called before in the pass
     is_late: bool = False  # whether the call came after the model had returned, as when checkpointing computes again
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
@@ -107,19 +143,19 @@ class Use:
     def input(self) -> Tensor:
         """The input of a layer with one input, ``[B, *]``; its batch axis is that of the output."""
         (x,) = [*self.args, *self.kwargs.values()]
-        return x.detach().movedim(self.axes[0] or 0, 0)
+        return to_front(x.detach(), self.axes[0])
 
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """The same call, for these parameters of its layer."""
         return replace(self, layer=replace(self.layer, parameters=parameters))
 
-    def settle(self, axes: Axes) -> None:
-        """Correct the batch axes, where they were guessed."""
+    def settle(self, axes: Axes, rule: Rule) -> None:
+        """Correct the batch axes, where they were guessed, and the rule, where it does not take them."""
         for position, gradient in self.output_gradients.items():
             if gradient.dim():
-                as_it_was = gradient.movedim(0, self.axes[position] or 0)
-                self.output_gradients[position] = as_it_was.movedim(axes[position] or 0, 0)
-        self.axes = axes
+                as_it_was = from_front(gradient, self.axes[position])
+                self.output_gradients[position] = to_front(as_it_was, axes[position])
+        self.axes, self.rule = axes, rule
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply the output gradients, which are copies of our own; zero is exactly zero, whatever they are."""
