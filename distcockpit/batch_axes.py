@@ -121,7 +121,10 @@ class BatchAxes:
         best: dict[str, list[Seen]] | None = None
         most, problem = 0, ""
         try:
-            usual = self._calls(model, forward, functions, forward.batch_size)
+            # Containers of its own: a forward may empty what it is given.
+            args, kwargs = map_tensors(lambda t: t.detach().clone(), (forward.args, forward.kwargs))
+            as_it_was = replace(forward, args=args, kwargs=kwargs, uses=[], calls=Counter())
+            usual = self._calls(model, as_it_was, functions, forward.batch_size)
         except Exception as error:  # the user's model: anything
             self._give_up(_in_short(error))
             return None
