@@ -102,15 +102,17 @@ class BatchAxes:
             self._learn(key, calls, first.batch_size)
         self.is_settled = sum(map(len, self._known.values())) == before  # what is still unknown cannot be learned so
         for forward in passes:
-            for use in forward.uses:
-                axes = self.of(use.key, use.call, use.shapes, forward.batch_size, use.given, forward.folds)
-                use.settle(axes, serving(use.rule, axes))
+            self._settle_uses(forward)
             self.resolve(forward)
             forward.axes = self.of("", 0, shapes_of(forward.output), forward.batch_size)
 
     def resolve(self, forward: ForwardPass) -> None:
         """All calls of a pass are known: merged axes may be told by calls that came later, or not be told alike."""
-        for use in forward.uses if forward.folds else ():
+        if forward.folds:
+            self._settle_uses(forward)
+
+    def _settle_uses(self, forward: ForwardPass) -> None:
+        for use in forward.uses:
             axes = self.of(use.key, use.call, use.shapes, forward.batch_size, use.given, forward.folds)
             use.settle(axes, serving(use.rule, axes))
 
@@ -167,6 +169,7 @@ class BatchAxes:
             batch_size,
             next(model.parameters()).device,
             lambda call, given, output, _: note(called_with(call.parameters), output, given),
+            with_gradients=False,
         )
         see = watched(model, watch, self.batch_dim, batch_size) if called else nullcontext()
         try:

@@ -370,11 +370,8 @@ class Capture:
         forward, functions = self._pass, self._functions
         if forward is None or functions is None:
             return
-        key, shapes, shapes_given = (
-            called_with(recording.parameters),
-            shapes_of(output),
-            given_shapes(given, self._batch, self._watch),
-        )
+        key, shapes = called_with(recording.parameters), shapes_of(output)
+        shapes_given = given_shapes(given, self._batch, self._watch)
         call = forward.calls[key]
         forward.calls[key] += 1
         if not any(leaf.requires_grad for leaf in tensors(output)):

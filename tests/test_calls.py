@@ -92,6 +92,7 @@ class Doubled(torch.autograd.Function):
 
 
 SERVED: dict[str, Forward] = {
+    "made of a parameter, positions first": lambda m, z: (z.transpose(0, 1) * m.p.exp()).transpose(0, 1),
     "folded": lambda m, z: (z.flatten(0, 1) * m.p).view_as(z),
     "folded, with a function between": lambda m, z: ((z.flatten(0, 1) * m.p).tanh() * m.p).view_as(z),
     "folded, positions first": lambda m, z: (

@@ -225,12 +225,20 @@ class Watch(TorchFunctionMode):
         batch_size: Of the pass.
         device: Of the model.
         on_use: Told of each use.
+        with_gradients: Whether what is made of parameters where gradients are off is a constant.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], batch_size: int, device: torch.device, on_use: OnUse
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        batch_size: int,
+        device: torch.device,
+        on_use: OnUse,
+        *,
+        with_gradients: bool = True,
     ) -> None:
         super().__init__()
+        self._with_gradients = with_gradients
         self._batch_size = batch_size
         self._leaves = {id(p): _Leaf(name) for name, p in parameters.items()}
         self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
@@ -292,8 +300,8 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         made = tensors(result)
         drew = bool(made) and before.torch_drew()
-        if not (has_batch or torch.is_grad_enabled()):  # a constant, such as the vectors of spectral norm
-            return result
+        if self._with_gradients and not (has_batch or torch.is_grad_enabled()):
+            return result  # a constant, such as the vectors of spectral norm
         if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained
             self.mark([*made, *given[:1]] if _writes(func) else made)
             return result
