@@ -362,19 +362,14 @@ def given_shapes(
 
 
 def _whole(tensor: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    """What a tensor is a view of, if that holds the same elements, with its axes as they lie in memory; else itself."""
+    """What a tensor is a view of, if that holds the same elements in the same order; else itself."""
     base = tensor._base
     if base is None or base.layout != torch.strided or not tensor.is_contiguous():
         return tensor
-    for whole in (
-        base,
-        *(given for given in batch if given._base is base),
-    ):  # a batch may be a part of something larger
-        if whole.numel() == tensor.numel() and whole.storage_offset() == tensor.storage_offset():
-            strides = whole.stride()
-            whole = whole.permute(sorted(range(whole.dim()), key=lambda k: -strides[k]))
-            if whole.is_contiguous():
-                return whole
+    for whole in (base, *(given for given in batch if given._base is base)):  # a batch may be a part of a larger one
+        same_place = whole.numel() == tensor.numel() and whole.storage_offset() == tensor.storage_offset()
+        if same_place and whole.is_contiguous():
+            return whole
     return tensor
 
 
