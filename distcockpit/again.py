@@ -15,7 +15,7 @@ from distcockpit.batch_axes import BatchAxes
 from distcockpit.batchnorm import batch_statistics
 from distcockpit.capture import Capture
 from distcockpit.captured import Captured, ForwardPass, Loss
-from distcockpit.gradients.rules import EMBEDDING
+from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
@@ -31,7 +31,7 @@ def mixed_up_rows(
     *,
     constant_statistics: bool,
 ) -> set[tuple[str, str]]:
-    """The layers whose output rows are not the samples, with the parameters that they serve.
+    """The modules, or calls of functions, whose output rows are not the samples, with the parameters that they serve.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
     Nothing is found where the model returns nothing but its loss, or cannot be run again.
@@ -111,8 +111,8 @@ def _mixed_up(
             for use in uses:
                 rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]
                 if any(_reaches(~loud, g) for g in rows_of):
-                    found |= {(use.layer.path, name) for name in use.layer.parameters.values()}
-                    index = tensors((use.args, use.kwargs)) if use.rule is EMBEDDING else []
+                    found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
+                    index = tensors((use.args, use.kwargs)) if isinstance(use.form, EmbeddingRule) else []
                     mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
     return found, mixed
 

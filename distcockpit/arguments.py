@@ -18,9 +18,8 @@ from distcockpit import __version__, hutchinson
 from distcockpit.agreed import Setup
 from distcockpit.coverage import Coverage
 from distcockpit.curvature import Diagonals
-from distcockpit.gradients.rules import is_unit
 from distcockpit.gradients.uses import Layer
-from distcockpit.layers import ACTIVATIONS
+from distcockpit.layers import ACTIVATIONS, is_unit
 from distcockpit.losses import is_decomposable
 from distcockpit.presets import preset
 from distcockpit.quantities.base import Quantity

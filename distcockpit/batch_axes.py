@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from distcockpit.captured import ForwardPass
 from distcockpit.gradients.functions import Functions, Watch, called_with, watched
-from distcockpit.gradients.rules import serving
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
 from distcockpit.layers import training_batchnorms
 from distcockpit.module_state import ModuleStates
@@ -113,8 +112,7 @@ class BatchAxes:
 
     def _settle_uses(self, forward: ForwardPass) -> None:
         for use in forward.uses:
-            axes = self.of(use.key, use.call, use.shapes, forward.batch_size, use.given, forward.folds)
-            use.settle(axes, serving(use.rule, axes))
+            use.settle(self.of(use.key, use.call, use.shapes, forward.batch_size, use.given, forward.folds))
 
     def _call_with_one_more(
         self, model: nn.Module, forward: ForwardPass, functions: Functions | None

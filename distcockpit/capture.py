@@ -36,8 +36,9 @@ from distcockpit.captured import (
     returned_any,
     scalar_output,
 )
-from distcockpit.gradients.functions import CALLS, Functions, Recording, Watch, away, batched, called_with
-from distcockpit.gradients.rules import GENERIC, serving
+from distcockpit.gradients.forms import closed_form
+from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with
+from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
 from distcockpit.losses import Decomposition, decompose, is_decomposable
@@ -122,6 +123,9 @@ class Capture:
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
+        self._late: tuple[nn.Module, Watch] | None = (
+            None  # a module called by the backward pass, and what sees its calls
+        )
         self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
         self._runs = Runs(model)
         self._parameters = ""
@@ -141,7 +145,7 @@ class Capture:
         for layer in self._layers:
             if layer.module is self._functions:
                 continue
-            if _is_rerun(layer):
+            if layer.parameters:
                 keep(layer.module.register_forward_pre_hook(self._enter_rerun_layer, with_kwargs=True, prepend=True))
             keep(layer.module.register_forward_hook(self._leave_layer(layer), with_kwargs=True, prepend=True))
         keep(self._model.register_forward_hook(self._leave_model, prepend=False, always_call=True))
@@ -149,6 +153,10 @@ class Capture:
             keep(wrapper.register_forward_hook(self._leave_wrapper))
         if self._functions is not None:
             self._handles += away(self._model, lambda: self._watch)
+            for path in self._functions.owners:
+                module = self._model.get_submodule(path)
+                keep(module.register_forward_pre_hook(self._enter_late, with_kwargs=True, prepend=True))
+                keep(module.register_forward_hook(self._leave_late, always_call=True))
         if self._loss.module is not None and is_decomposable(self._loss.module):
             keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
@@ -208,7 +216,7 @@ class Capture:
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
         if self._functions is not None:
-            watch = Watch(self._functions.called, batch_size, self._device, self._use_function)
+            watch = self._watch_for(self._functions, self._pass)
             watch.mark(batch)
             for call in self._calls:
                 if call.watch is not None:
@@ -216,10 +224,29 @@ class Capture:
             watch.enter()
             self._calls[-1].watch = watch
 
+    def _watch_for(self, functions: Functions, forward: ForwardPass) -> Watch:
+        return Watch(functions.called, forward.batch_size, self._device, self._use_function)
+
     @property
     def _watch(self) -> Watch | None:
         """What sees the calls of functions now."""
-        return self._calls[-1].watch if self._calls else None
+        return self._calls[-1].watch if self._calls else self._late and self._late[1]
+
+    def _enter_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called by the backward pass, as checkpointing does, which switches modes off."""
+        forward, functions = self._pass, self._functions
+        if self._looks_away or self._calls or self._late is not None or not torch.is_grad_enabled():
+            return
+        if forward is not None and functions is not None:
+            watch = self._watch_for(functions, forward)
+            watch.mark(t for t in tensors((args, kwargs)) if t.requires_grad or forward.batch_size in t.shape)
+            self._late = module, watch
+            watch.enter()
+
+    def _leave_late(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._late is not None and self._late[0] is module:
+            self._late[1].leave()
+            self._late = None
 
     def _fingerprint(self) -> str:
         """Of the parameters, to see whether the forward pass leaves them alone."""
@@ -327,18 +354,15 @@ class Capture:
                 return  # a call that was rerouted
             before = self._before.pop(id(module), None)
             if before is None:
-                wanted = layer.parameters or isinstance(module, _BatchNorm)
-                kept = map_tensors(self._own, (args, kwargs)) if wanted else ((), {})
-                has_buffers = layer.parameters and (module._buffers or module._modules)
-                buffers = dict(module.named_buffers()) if has_buffers else {}
-                before = _Before(None, buffers, kept, _versions(kept), None)
+                kept = map_tensors(self._own, (args, kwargs)) if isinstance(module, _BatchNorm) else ((), {})
+                before = _Before(None, {}, kept, _versions(kept), None)
             call, shapes = self._pass.calls[layer.path], shapes_of(output)
             given = given_shapes((args, kwargs), self._batch, self._watch)
             axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
             self._pass.calls[layer.path] += 1
             use = Use(
                 layer,
-                serving(layer.rule, axes) if len(args) + len(kwargs) == 1 else GENERIC,
+                None,
                 *before.kept,
                 versions=before.versions,
                 training={m: m.training for m in (module.modules() if module._modules else (module,))},
@@ -358,15 +382,12 @@ class Capture:
             self._observe(use, output)
             if not (layer.parameters or self._output_gradients):
                 return
-            for position, leaf in enumerate(tensors(output)):
-                if leaf.requires_grad:
-                    source, view = owned_memory(leaf, tensors((args, kwargs)))
-                    self._on_gradient(source, collector(_adder_of(use, position), view), use)
+            self._receive(use, output, tensors((args, kwargs)), self._pass.uses)
 
         return hook
 
     def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
-        """A function was called with parameters that no module serves, and with something of the batch."""
+        """A function was called with parameters, and with something of the batch."""
         forward, functions = self._pass, self._functions
         if forward is None or functions is None:
             return
@@ -376,19 +397,13 @@ class Capture:
         forward.calls[key] += 1
         if not any(leaf.requires_grad for leaf in tensors(output)):
             return
-        closed = functions.closed_form(recording)
+        form = closed_form(recording, given, output)
+        names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names
         kept = [self._own(tensor) for tensor in given]
-        if closed is None:
-            site = functions.site(call, recording.parameters)
-            names = {local: full for full, local in site.local.items()}
-            layer, args = Layer(CALLS, site, names, names, GENERIC, is_leaf=True), (recording, *kept)
-        else:
-            rule, module, names = closed
-            layer, args = Layer(CALLS, module, names, names, rule, is_leaf=True), (kept[0],)
         use = Use(
-            layer,
-            layer.rule,
-            args,
+            functions.layer(call, names, recording.function),
+            None if form is None else form.rule,
+            (recording, *kept),
             {},
             versions=_versions((*kept, *recording.constants)),
             training={},
@@ -403,12 +418,29 @@ class Capture:
             call=call,
             is_late=not forward.is_open,
             drew=drawn is not None,
+            source=0 if form is None else form.source,
         )
-        forward.uses.append(use)
+        if forward.is_open:
+            forward.uses.append(use)
+        self._receive(use, output, given, forward.uses)
+
+    def _receive(self, use: Use, output: Any, given: list[Tensor], uses: list[Use]) -> None:
+        """Let a call have the gradients at its outputs; one that checkpointing made again is a use when it has them."""
+
+        def add(position: int) -> Callable[[Tensor], None]:
+            to_use = adder(use.output_gradients, position, lambda: use.axes[position])
+
+            def received(gradient: Tensor) -> None:
+                if use not in uses:
+                    uses.append(use)
+                to_use(gradient)
+
+            return received if use.is_late else to_use
+
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                self._on_gradient(source, collector(_adder_of(use, position), view), use)
+                self._on_gradient(source, collector(add(position), view), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -602,20 +634,11 @@ class _Before:
     states: ModuleStates | None
 
 
-def _adder_of(use: Use, position: int) -> Callable[[Tensor], None]:
-    return adder(use.output_gradients, position, lambda: use.axes[position])
-
-
 def _alias(tensor: Tensor) -> Tensor:
     """The same for autograd, as a tensor of its own; a loss may be scaled in place, by which views lose their hooks."""
     if not tensor.requires_grad:
         return tensor
     return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
-
-
-def _is_rerun(layer: Layer) -> bool:
-    """Whether the layer's individual gradients come from running it again."""
-    return bool(layer.parameters) and layer.rule is GENERIC
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:

@@ -63,7 +63,7 @@ class ForwardPass:
     @property
     def went_backward(self) -> bool:
         """Whether any output gradient arrived."""
-        return any(use.output_gradients for use in self.uses)
+        return bool(self.output_gradients) or any(use.output_gradients for use in self.uses)
 
 
 def returned_any(forward: ForwardPass, given: Any) -> bool:
@@ -160,7 +160,7 @@ class Captured:
         mine = [use.serving({k: v for k, v in use.layer.parameters.items() if v not in names}) for use in self.uses]
         theirs = [use.serving({k: v for k, v in use.layer.parameters.items() if v in names}) for use in other.uses]
         theirs = [use for use in theirs if use.layer.parameters]
-        served = {use.layer.path for use in theirs}  # whose output gradients are among these, too
+        served = {use.layer.scope for use in theirs}  # whose output gradients are among these, too
         mine = [use for use in mine if use.layer.parameters or (use.is_separable and use.layer.path not in served)]
         return replace(self, uses=[*mine, *theirs])
 
@@ -304,9 +304,10 @@ def _captured(micro: Micro, loss: Loss, n_micros: int, strict: bool) -> Captured
 
 def _observed(forward: ForwardPass) -> list[tuple[str, dict[str, Tensor]]]:
     """What was kept of outputs, without the calls by which checkpointing computes again what was observed before."""
-    early = {use.layer.path for use in forward.uses if not use.is_late}
-    counted = [use for use in forward.uses if not use.is_late or use.output_gradients or use.layer.path not in early]
-    return [(use.layer.path, use.observed) for use in counted if use.observed]
+    seen = [use for use in forward.uses if use.observed]
+    early = {use.layer.path for use in seen if not use.is_late}
+    counted = [use for use in seen if not use.is_late or use.output_gradients or use.layer.path not in early]
+    return [(use.layer.path, use.observed) for use in counted]
 
 
 def received(forward: ForwardPass) -> list[Use]:
@@ -434,7 +435,7 @@ def check_uses(captured: Sequence[Captured]) -> None:
     """
     for micro in captured:
         for use in micro.uses:
-            what = f"Layer '{use.layer.path}' ({type(use.layer.module).__name__})"
+            what = f"{str(use.layer)[0].upper()}{str(use.layer)[1:]}"
             way_out = f"exclude=['{use.layer.path}']"
             if use.layer.parameters and not use.is_separable:
                 shapes = [tuple(gradient.shape) for gradient in use.output_gradients.values()]

@@ -49,6 +49,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
 from distcockpit.reduce import World, first_difference
 from distcockpit.schedules import Schedule, every
+from distcockpit.selfcheck import SelfCheck
 from distcockpit.session import Session
 from distcockpit.shadow import Shadow
 from distcockpit.sinks import Sink
@@ -222,7 +223,10 @@ class DistCockpit(Joinable):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, store_seconds, fsync)
-                told, here = attributes(setup, coverage(bare, cover)), segment(world.size, hosts)
+                told, here = (
+                    attributes(setup, coverage(bare, cover, SelfCheck(setup.tracked))),
+                    segment(world.size, hosts),
+                )
                 with ExitStack() as started:
                     for sink in sinks:  # before there is a store, which would be in the way of the next try
                         sink.start()

@@ -1,12 +1,9 @@
-"""From which modules' calls the individual gradients of each parameter are taken.
+"""From which calls the individual gradients of each parameter are taken.
 
-That is the module that owns the parameter, if there is a closed form for it, as long as its calls tell the samples
-apart and explain the parameter's whole gradient. Where there is none, or they do not, because the parameter is used
-outside of its module, or the module's output has no batch axis (positions that all samples share), it is the functions
-that are called with the parameter, or with what was made of it. Where these do not do (rows that are no samples; calls
-that no mode sees), it is a module again, run as a whole: the one that owns the parameter, if it has no modules inside;
-else its parent, and so on: running the parent again, with output gradients of one sample at a time, is exact for
-everything inside it, and slow.
+These are the calls of functions with the parameter, or with what was made of it. Where they do not tell the samples
+apart (rows that are no samples), or do not explain the whole gradient (calls that no mode sees), it is a module, run as
+a whole: the one that owns the parameter; then its parent, and so on. Running a parent again, with output gradients of
+one sample at a time, is exact for everything inside it, and slow.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ from functools import cached_property
 
 from torch import nn
 
-from distcockpit.gradients.functions import CALLS, Functions
-from distcockpit.gradients.rules import GENERIC
-from distcockpit.gradients.uses import Layer
+from distcockpit.gradients.functions import Functions
+from distcockpit.gradients.uses import CALLS, Layer
 from distcockpit.quantities.batch import label
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -27,12 +23,12 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Cover:
-    """Which modules serve which parameters.
+    """What serves which parameters.
 
     Args:
         model: The bare module.
         own: The layers of :func:`distcockpit.layers.find_layers`.
-        raised: The modules that serve a parameter where they are not those that own it; `CALLS` for functions.
+        raised: The modules that serve a parameter where calls of functions do not.
         reasons: Why, by parameter.
     """
 
@@ -44,19 +40,14 @@ class Cover:
     @cached_property
     def scopes(self) -> dict[str, tuple[str, ...]]:
         """The modules that serve each tracked parameter."""
-        owned = {f: paths if self._closed.issuperset(paths) else (CALLS,) for f, paths in self._lowest.items()}
-        return owned | dict(self.raised)
+        return {full: (CALLS,) for full in self.owners} | dict(self.raised)
 
     @cached_property
     def _leaves(self) -> set[str]:
         return {layer.path for layer in self.own if layer.is_leaf}
 
     @cached_property
-    def _closed(self) -> set[str]:
-        return {layer.path for layer in self.own if layer.is_leaf and layer.rule is not GENERIC}
-
-    @cached_property
-    def _lowest(self) -> dict[str, tuple[str, ...]]:
+    def owners(self) -> dict[str, tuple[str, ...]]:
         """The modules that own each tracked parameter."""
         owners: dict[str, tuple[str, ...]] = {}
         for layer in self.own:
@@ -71,15 +62,16 @@ class Cover:
         modules = dict(self.model.named_modules())
         found = {layer.path: layer for layer in self.own}
         missing = {path for paths in self.scopes.values() for path in paths} - {CALLS, *found}
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        every = {id(p): name for name, p in self.model.named_parameters()}
         for path in missing:
             module = modules[path]
-            below = {n: names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-            found[path] = Layer(path, module, {}, below, GENERIC, is_leaf=False)
+            below = {n: every[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+            found[path] = Layer(path, module, {}, below, is_leaf=False)
         layers = [self._serving(found[path]) for path in modules if path in found]
-        served = {full: full for full, paths in self.scopes.items() if CALLS in paths}
+        served = {full: self.owners[full][0] for full, paths in self.scopes.items() if CALLS in paths}
         if served:
-            layers.append(Layer(CALLS, Functions(self.model, served), served, served, GENERIC, is_leaf=True))
+            names = {full: full for full in served}
+            layers.append(Layer(CALLS, Functions(self.model, served), names, names, is_leaf=True))
         return layers
 
     def _serving(self, layer: Layer) -> Layer:
@@ -122,7 +114,7 @@ class Cover:
         )
 
     def raise_for(self, reasons: Mapping[str, tuple[str, Iterable[str]]]) -> Cover:
-        """The cover with functions in place of modules that do not serve, and parents in place of these.
+        """The cover with modules in place of calls that do not serve, and parents in place of these.
 
         Args:
             reasons: By parameter: why, and the modules that do not serve it.
@@ -132,15 +124,9 @@ class Cover:
         """
         raised = dict(self.raised)
         for parameter, (why, failing) in reasons.items():
-            before, owners = self.scopes[parameter], self._lowest[parameter]
-            if self._closed.issuperset(before):
-                raised[parameter] = (CALLS,)
-                continue
+            before = self.scopes[parameter]
             if CALLS in before:
-                if self._leaves.issuperset(owners) and not self._closed.issuperset(owners):
-                    raised[parameter] = owners
-                    continue
-                before, failing = owners, self._leaves
+                before, failing = self.owners[parameter], ()
             scopes = {self._parent(path, parameter, why) if path in failing else path for path in before}
             raised[parameter] = _topmost(sorted(scopes))
         whys = {parameter: why for parameter, (why, _) in reasons.items()}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from distcockpit.cover import Cover
-from distcockpit.gradients.functions import CALLS
+from distcockpit.gradients.uses import CALLS
 from distcockpit.quantities.batch import label
+from distcockpit.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SLOW, NOT_TRACKED = "slow exact fallback", "not tracked"
+CLOSED, WHOLE, SLOW, NOT_TRACKED = "closed form", "module run again", "slow exact fallback", "not tracked"
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,11 @@ class Route:
     Args:
         parameter: Its name.
         shape: Its shape.
-        route: "closed form", "BackPACK blocks", "calls of functions" (by closed forms, or run again by themselves),
-            "generic blocks" (its module is run again as a whole), "slow exact fallback" (a part of the model is, with
-            output gradients of one sample at a time), or "not tracked".
-        layers: The modules whose calls tell its individual gradients; or "calls of functions".
+        route: "closed form" (all functions that are called with it have one), "calls of functions" (some are run again
+            by themselves, or no tracked step has called them yet), "module run again" (the module that owns it, as a
+            whole), "slow exact fallback" (a part of the model, with output gradients of one sample at a time), or "not
+            tracked".
+        layers: The modules that own it, or that are run again for it.
         checked: Whether they were found to add up to the gradient that autograd gave the parameter. Not yet, as long as
             no tracked step gave it one.
         why: Why it takes a slow route, or none, or is not exact any more.
@@ -94,35 +96,29 @@ class Coverage:
         }
 
 
-def coverage(
-    model: nn.Module,
-    cover: Cover,
-    unchecked: Collection[str] | None = None,
-    broken: Mapping[str, int] | None = None,
-) -> Coverage:
+def coverage(model: nn.Module, cover: Cover, check: SelfCheck) -> Coverage:
     """The table.
 
     Args:
         model: The bare module.
-        cover: Which modules serve which parameters.
-        unchecked: The parameters whose gradients were not explained yet; ``None`` for all.
-        broken: Those that are not explained any more, with the step at which that was seen.
+        cover: What serves which parameters.
+        check: What was found so far.
     """
-    rules = {layer.path: SLOW if not layer.is_leaf else layer.rule.description for layer in cover.layers}
-    rules[CALLS] = CALLS
-    routes = []
-    for name, p in model.named_parameters():
-        shape, scopes = tuple(p.shape), cover.scopes.get(name, ())
-        if not scopes:
-            why = "left out by include or exclude" if p.requires_grad else "frozen: requires_grad is False"
-            routes.append(Route(name, shape, NOT_TRACKED, (), False, why))
-            continue
-        kinds = sorted({rules[path] for path in scopes}, key=lambda kind: kind != SLOW)
-        route = SLOW if SLOW in kinds else ", ".join(kinds)
-        why = cover.why(name) if SLOW in kinds else ""
-        if broken and name in broken:
-            why = f"not exact any more, as was seen at step {broken[name]}"
-        routes.append(
-            Route(name, shape, route, tuple(map(label, scopes)), unchecked is not None and name not in unchecked, why)
-        )
-    return Coverage(tuple(routes))
+    return Coverage(tuple(_route(name, p, cover, check) for name, p in model.named_parameters()))
+
+
+def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck) -> Route:
+    shape, scopes = tuple(p.shape), cover.scopes.get(name, ())
+    if not scopes:
+        why = "left out by include or exclude" if p.requires_grad else "frozen: requires_grad is False"
+        return Route(name, shape, NOT_TRACKED, (), False, why)
+    why = ""
+    if cover.is_slow(name):
+        route, why = SLOW, cover.why(name)
+    elif CALLS in scopes:
+        route, scopes = (CLOSED if name in check.closed else CALLS), cover.owners[name]
+    else:
+        route = WHOLE
+    if name in check.broken:
+        why = f"not exact any more, as was seen at step {check.broken[name]}"
+    return Route(name, shape, route, tuple(map(label, scopes)), name not in check.not_checked, why)

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from distcockpit.gradients.rules import is_unit, rule_for
 from distcockpit.gradients.uses import Layer
 from distcockpit.wrapped import has_children
 
@@ -18,6 +18,11 @@ ACTIVATIONS = tuple(
     for name in nn.modules.activation.__all__
     if (kind := getattr(nn.modules.activation, name)) is not nn.MultiheadAttention
 )
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module uses the parameters below it without calling their modules: one layer, whatever is inside."""
+    return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
 
 
 def find_layers(
@@ -60,7 +65,7 @@ def find_layers(
         elif parameters or unit or not has_children(module):
             below = {n: every_name[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
             is_leaf = unit or not has_children(module)
-            layers.append(Layer(path, module, parameters, below, rule_for(module), is_leaf))
+            layers.append(Layer(path, module, parameters, below, is_leaf))
     tracked = {full: layer.path for layer in layers for full in layer.parameters.values()}
     if not tracked:
         raise ValueError(

@@ -416,16 +416,17 @@ def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device)
 
 
 def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
-    """Gradients at the outputs of layers with parameters, in the order of the backward pass."""
-    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.path in layers]
-    return [(use.layer.path, gradient) for use in uses for gradient in use.output_gradients.values()]
+    """Gradients at the outputs of calls with parameters, by layer, in the order of the backward pass."""
+    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.parameters]
+    return [(use.layer.path, g) for use in uses if use.layer.path in layers for g in use.output_gradients.values()]
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
+    """Gradients at the outputs of modules."""
     gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
     for batch in batches:
         for use in batch.uses:
-            if use.layer.path in gradients:
+            if use.layer.scope in gradients:
                 gradients[use.layer.path] += use.output_gradients.values()
     return gradients
 

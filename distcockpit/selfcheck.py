@@ -94,6 +94,7 @@ class SelfCheck:
     last_checked: int = -1  # the latest step at which all was well
     _checked_alone: set[str] = field(default_factory=set)
     whole: float = 0.0  # norm of the whole gradient at the latest thorough step
+    closed: set[str] = field(default_factory=set)  # whose calls all had closed forms at the latest of such steps
     broken: dict[str, int] = field(default_factory=dict)  # what is not right any more, and when that was seen
     _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
     _served: set[str] = field(default_factory=set)
@@ -144,6 +145,9 @@ class SelfCheck:
         self._quiet |= set(found.quiet)
         self.broken = {name: since for name, since in self.broken.items() if name not in explained}
         self._served |= set(explained)
+        uses = [(name, use) for c in captured for use in c.uses for name in use.layer.parameters.values()]
+        again = {name for name, use in uses if use.closed is None}
+        self.closed = (self.closed - again) | {name for name, _ in uses if name not in again}
         self.last_checked = step
         if all(c.batch_size < 2 for c in captured):
             self._checked_alone |= set(explained)
@@ -200,11 +204,12 @@ def examine(
         together = [use for use in uses if not use.is_separable]
         changed = [use for use in uses if use.inputs_changed]
         if together:
-            shapes = {tuple(g.shape) for use in together for g in use.output_gradients.values()}
-            why = f"the output of its module, {', '.join(map(str, sorted(shapes)))}, has no batch axis"
-            unserved[name] = why, [use.layer.path for use in together]
+            shapes = [str(tuple(g.shape)) for g in together[0].output_gradients.values()]
+            why = f"the output of {together[0].layer}, of shape {', '.join(shapes)}, has no batch axis"
+            unserved[name] = why, [use.layer.scope for use in together]
         elif changed:
-            unserved[name] = "the input of its module was overwritten", [use.layer.path for use in changed]
+            why = f"the input of {changed[0].layer} was overwritten"
+            unserved[name] = why, [use.layer.scope for use in changed]
     rest = [name for name in unchecked if name not in unserved]
     values = {name: p.detach() for name, p in model.named_parameters()}
     batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
@@ -224,12 +229,12 @@ def examine(
                 raise
             except Exception as problem:
                 rest.remove(name)
-                text = f"its module could not be run again ({type(problem).__name__}: {problem})"
+                text = f"what uses it could not be run again ({type(problem).__name__}: {problem})"
                 unserved[name] = text, list(scopes[name])
     n = sum(c.batch_size for c in captured)
     explained, quiet = [], []
-    mixed = {use.layer.path for c in captured for use in c.uses if use.autocast in LOW}
-    low = {name for name in rest if mixed.intersection(scopes[name]) or values[name].dtype not in GRADIENT_TOLERANCE}
+    mixed = {n for c in captured for use in c.uses if use.autocast in LOW for n in use.layer.parameters.values()}
+    low = {name for name in rest if name in mixed or values[name].dtype not in GRADIENT_TOLERANCE}
     noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
     for name in rest:
         total = sums.sums[name]
@@ -240,7 +245,7 @@ def examine(
             continue
         tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
         if error > tolerance * size + CANCELLATION * everything + noise:
-            why = f"it received a gradient of norm {size:.3g}, of which the calls of its module explain all but "
+            why = f"it received a gradient of norm {size:.3g}, of which the calls that were seen explain all but "
             why += f"{error:.3g}, so it is used elsewhere too, or something else is differentiated inside `track` (a "
             unserved[name] = f"{why}penalty on parameters or gradients, torch.autograd.grad)", list(scopes[name])
         elif size > 0 and error <= tolerance * size + CANCELLATION * everything:

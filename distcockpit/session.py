@@ -20,7 +20,7 @@ from distcockpit.clock import Clock
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.curvature import Diagonals
-from distcockpit.gradients.functions import CALLS
+from distcockpit.gradients.uses import CALLS
 from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
@@ -218,7 +218,7 @@ class Session:
 
     def coverage(self) -> Coverage:
         """How each parameter is tracked."""
-        return coverage(self.setup.bare, self.cover, self.check.not_checked, self.check.broken)
+        return coverage(self.setup.bare, self.cover, self.check)
 
     def tell_coverage(self) -> None:
         """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""

@@ -277,7 +277,7 @@ class TrackedStep:
         layers, axes = session.cover.layers, session.axes
         mixed = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
         failing = {name: [path for path in session.cover.scopes[name] if (path, name) in mixed] for name in names}
-        why = "the rows of the output of its module are not the samples, one each"
+        why = "the rows of what is computed with it are not the samples, one each"
         return {name: (why, scopes) for name, scopes in failing.items() if scopes}
 
     def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:

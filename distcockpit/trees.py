@@ -21,7 +21,9 @@ def tensors(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is tuple:  # arguments, mostly; torch's own walk over trees is slow
         return [tensor for item in tree for tensor in tensors(item)]
-    if isinstance(tree, PLAIN) or (type(tree) is dict and not tree):
+    if type(tree) is dict:
+        return [tensor for item in tree.values() for tensor in tensors(item)]
+    if isinstance(tree, PLAIN):
         return []
     return list(_tensors(tree))
 
@@ -44,8 +46,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return tuple(map_tensors(change, item) for item in tree)
     if isinstance(tree, PLAIN):
         return tree
-    if type(tree) is dict and not tree:
-        return {}
+    if type(tree) is dict:
+        return {key: map_tensors(change, item) for key, item in tree.items()}
 
     def exchange(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -112,7 +112,7 @@ def test_gpt2(tmp_path: Path) -> None:
     tree = open_run(store)
     assert set(tree.children) == {*(q.name for q in presets.economy()), "learning_rate", "log"}
     assert list(tree["loss"]["step"].values) == [0, 10, 20] and (np.diff(tree["loss"]["loss"]) < 0).all()
-    assert tree.attrs["coverage"]["transformer.wpe.weight"]["layers"] == ["calls of functions"]
+    assert tree.attrs["coverage"]["transformer.wpe.weight"]["layers"] == ["transformer.wpe"]
     cockpit("plot", store, "-o", str(tmp_path / "gpt2.png"))
     assert (tmp_path / "gpt2.png").stat().st_size > 20_000
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
+from distcockpit.coverage import CALLS
 from distcockpit.gradients import parts
-from distcockpit.gradients.functions import CALLS
 from distcockpit.quantities import (
     GradHist1d,
     InnerTest,
@@ -95,7 +95,7 @@ def special(cockpit: DistCockpit) -> dict[str, tuple[str, ...]]:
     rows = list(cockpit.coverage())
     return {
         "slow": tuple(sorted(row.parameter for row in rows if row.route == "slow exact fallback")),
-        "whole": tuple(sorted(row.parameter for row in rows if row.route == "generic blocks")),
+        "whole": tuple(sorted(row.parameter for row in rows if row.route == "module run again")),
     }
 
 
@@ -260,15 +260,15 @@ def test_coverage(tmp_path: Path) -> None:
     options = {"quantities": [MeanGSNR()], "schedule": every(1), "exclude": ["3"]}
     with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         before = cockpit.coverage()
-        assert before["0.scale"].layers == (CALLS,) and not any(row.checked for row in before)
+        assert before["0.scale"].route == CALLS and not any(row.checked for row in before)
         with cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
         after = cockpit.coverage()
     routes = {row.parameter: row.route for row in after}
     assert routes == {
         "0.token": CALLS,
-        "0.positions": CALLS,
-        "0.scale": CALLS,
+        "0.positions": "closed form",
+        "0.scale": "closed form",
         "0.mix.weight": "closed form",
         "0.mix.bias": "closed form",
         "2.weight": "closed form",
@@ -278,7 +278,7 @@ def test_coverage(tmp_path: Path) -> None:
         "4.weight": "closed form",
     }
     assert after["2.bias"].why == "frozen: requires_grad is False" and after["3.bias"].why.startswith("left out")
-    assert after["0.scale"].layers == (CALLS,) and not after["0.scale"].why
+    assert after["0.scale"].layers == ("0",) and not after["0.scale"].why
     assert all(row.checked == (row.route != "not tracked") for row in after)
     text = str(after).splitlines()
     assert len(text) == 1 + len(after) and text[1].split()[:2] == ["0.token", "1x1x6"]
@@ -324,7 +324,7 @@ def test_a_model_of_one_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         with cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
-        assert cockpit.coverage()["positions.weight"].layers == (CALLS,)
+        assert cockpit.coverage()["positions.weight"].route == CALLS
     assert "could not be called with one sample more (AssertionError" in caplog.text
     compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x), y, reduction="none"))
 

@@ -1,114 +1,132 @@
-"""nn.Conv1d, Conv2d, Conv3d: at each place of the output an outer product of its gradient and the inputs it sees."""
+"""Convolutions, transposed or not: at each place an outer product of one side and what the other side sees of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
-from distcockpit.gradients.uses import Blocks, Use
+from distcockpit.gradients.uses import Axis, Blocks, Rule, Use
 
-KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Sizes = tuple[int, ...]
+"""One number for each spatial axis."""
+
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 
 
-class ConvolutionRule:
-    """Convolutions in one to three dimensions, with groups, dilation, stride, and every padding."""
+@dataclass(frozen=True)
+class ConvolutionRule(Rule):
+    """Convolutions in one to three dimensions, with groups, dilation, stride and padding.
 
-    description = "closed form"
-    unfolds = False
+    Args:
+        shape: Of the weight.
+        stride: Along each spatial axis.
+        padding: In front of and behind each spatial axis, the first axis first.
+        dilation: Along each spatial axis.
+        groups: Of channels.
+        output_padding: Of a transposed convolution; ``None``: it is none.
+    """
+
+    shape: torch.Size
+    stride: Sizes
+    padding: tuple[tuple[int, int], ...]
+    dilation: Sizes
+    groups: int
+    output_padding: Sizes | None = None
+
+    def takes(self, axis: Axis, n_axes: int) -> bool:
+        """Only with the batch in front."""
+        return axis == 0
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """``sum_t delta_it x_it^T`` over the places t of the output; with groups it is none such."""
-        module, delta = _module(use), use.delta.flatten(2)
-        if module.groups > 1:
+        if self.groups > 1:
             return {}
-        n_inputs = math.prod(module.weight.shape[1:])
-        x = _padded(use)
-        return {"weight": Factors(delta.transpose(1, 2), lambda s: _windows(x[s], module).transpose(1, 2), n_inputs)}
+        places, seen = self._sides(use)
+        width = math.prod(self.shape[1:])
+        factors = Factors(places.transpose(1, 2), lambda s: self._windows(seen[s]).transpose(1, 2), width)
+        return {"weight": factors}
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """The products of each group, and ``sum_t delta_it``."""
-        module, delta = _module(use), use.delta.flatten(2)
-        shape, groups, x = module.weight.shape, module.groups, _padded(use)
+        places, seen = self._sides(use)
 
         def weight(samples: slice) -> Tensor:
-            d = delta[samples]
-            windows = _windows(x[samples], module)
-            d, windows = (t.reshape(len(t) * groups, -1, t.shape[2]) for t in (d, windows))
-            return torch.bmm(d, windows.transpose(1, 2)).view(-1, *shape)
+            first, second = places[samples], self._windows(seen[samples])
+            first, second = (t.reshape(len(t) * self.groups, -1, t.shape[2]) for t in (first, second))
+            return torch.bmm(first, second.transpose(1, 2)).view(-1, *self.shape)
 
         def block(samples: slice) -> dict[str, Tensor]:
-            formulas = {"weight": lambda: weight(samples), "bias": lambda: delta[samples].sum(2)}
+            formulas = {"weight": lambda: weight(samples), "bias": lambda: use.delta[samples].flatten(2).sum(2)}
             return {name: formulas[name]() for name in names}
 
         return block
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<delta_i, conv(x_i; V, v)>``."""
-        module, delta, x = _module(use), use.delta, _padded(use)
+        delta, n_axes = use.delta, len(self.stride)
         if delta.is_cuda and torch.backends.cudnn.allow_tf32:
             return None  # blocks are in full precision
         v = {name: tensor.to(delta.dtype) for name, tensor in direction.items()}
         if "weight" not in v:
             return delta.flatten(2).sum(2, dtype=torch.float64) @ v["bias"].double()
-        options = (module.stride, 0, module.dilation, module.groups)
-        output = CONVOLVE[delta.dim() - 2](x, v["weight"], v.get("bias"), *options)
+        x = use.input.to(delta.dtype)
+        if self.output_padding is None:
+            options = (self.stride, 0, self.dilation, self.groups)
+            output = CONVOLVE[n_axes](_padded(x, self.padding), v["weight"], v.get("bias"), *options)
+        else:
+            padding = tuple(before for before, _ in self.padding)
+            further = (self.stride, padding, self.output_padding, self.groups, self.dilation)
+            output = TRANSPOSED[n_axes](x, v["weight"], v.get("bias"), *further)
         return kernels.inner_rows(output.flatten(1), delta.flatten(1))
 
-    def rows(self, use: Use, samples: slice) -> None:
-        """Not of few rows."""
-        return None
-
     def elements_per_sample(self, use: Use) -> int:
-        """The inputs that each place of the output sees."""
-        module = _module(use)
-        return math.prod(module.weight.shape[1:]) * module.groups * math.prod(use.delta.shape[2:])
+        """What each place sees."""
+        places, _ = self._sides(use)
+        return math.prod(self.shape[1:]) * self.groups * places.shape[2]
+
+    def _sides(self, use: Use) -> tuple[Tensor, Tensor]:
+        """The side with one vector for each place, ``[B, C, T]``, and the padded one, of which each place sees a part.
+
+        A convolution looks at its input from the places of its output, a transposed one the other way round.
+        """
+        delta, x = use.delta, use.input.to(use.delta.dtype)
+        if self.output_padding is None:
+            return delta.flatten(2), _padded(x, self.padding)
+        behind = [
+            (size - 1) * s + d * (k - 1) + 1 - before - length
+            for size, s, d, k, (before, _), length in zip(
+                x.shape[2:], self.stride, self.dilation, self.shape[2:], self.padding, delta.shape[2:], strict=True
+            )
+        ]
+        padding = tuple((before, after) for (before, _), after in zip(self.padding, behind, strict=True))
+        return x.flatten(2), _padded(delta, padding)
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """What each place sees: ``[n, C k, T]``, a copy."""
+        x = x.contiguous()
+        kernel = tuple(self.shape[2:])
+        view = _view(tuple(x.shape), kernel, self.stride, self.dilation)
+        return x.as_strided(*view).flatten(-len(kernel)).flatten(1, -2)
 
 
-def _module(use: Use) -> Any:
-    return use.layer.module
-
-
-def _padded(use: Use) -> Tensor:
-    """The input with its padding written out."""
-    module, x = _module(use), use.input.to(use.delta.dtype)
-    if module.padding_mode != "zeros":
-        return functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    # As the forward pass reads it, not as it was constructed: those who adapt models change padding and dilation.
-    sides: list[int] = []
-    for k, dilation in reversed(list(enumerate(module.dilation))):
-        if module.padding == "same":
-            total = dilation * (module.kernel_size[k] - 1)
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [0, 0] if module.padding == "valid" else [module.padding[k]] * 2
+def _padded(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
+    """With zeros around; cut where the padding is negative."""
+    sides = [size for pair in reversed(padding) for size in pair]
     return functional.pad(x, sides) if any(sides) else x
 
 
-def _windows(x: Tensor, module: Any) -> Tensor:
-    """What each place of the output sees: ``[n, C k, T]``, a copy."""
-    x = x.contiguous()
-    return (
-        x
-        .as_strided(*_view(tuple(x.shape), module.kernel_size, module.stride, module.dilation))
-        .flatten(-len(module.kernel_size))
-        .flatten(1, -2)
-    )
-
-
 @lru_cache(256)
-def _view(
-    shape: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of the windows ``[n, C, *kernel, *output]`` over a contiguous input of this shape."""
+def _view(shape: Sizes, kernel: Sizes, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes]:
+    """Sizes and strides of the windows ``[n, C, *kernel, *places]`` over a contiguous tensor of this shape."""
     steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     places = [
         (size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(shape[2:], kernel, stride, dilation, strict=True)

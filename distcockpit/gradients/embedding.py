@@ -1,64 +1,60 @@
-"""nn.Embedding: the gradient of a row is the sum of the output gradients where the index is that row."""
+"""Embeddings: the gradient of a row is the sum of the output gradients where the index is that row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distcockpit import kernels
-from distcockpit.gradients.factors import Factors, Rows
-from distcockpit.gradients.uses import Blocks, Use
+from distcockpit.gradients.factors import Rows
+from distcockpit.gradients.uses import Blocks, Rule, Use
 
 
-class EmbeddingRule:
-    """``y_t = W[x_t]``, on ``[N]`` or ``[N, *]``; the padding index has no gradient."""
+@dataclass(frozen=True)
+class EmbeddingRule(Rule):
+    """``y_t = W[x_t]``, on ``[N]`` or ``[N, *]``.
 
-    description = "closed form"
-    unfolds = True
+    Args:
+        n_rows: Of W.
+        padding: The index that has no gradient.
+    """
 
-    def factors(self, use: Use) -> dict[str, Factors]:
-        """None: a gradient has few rows that are not zero."""
-        return {}
+    n_rows: int
+    padding: int | None = None
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """``g_i[v] = sum_t [x_it = v] delta_it``."""
         (name,) = names
-        index, delta = _occurrences(use)
-        n_rows = len(values[use.layer.parameters[name]])
+        index, delta = self._occurrences(use)
 
         def block(samples: slice) -> dict[str, Tensor]:
             d, i = delta[samples], index[samples].unsqueeze(2)
-            return {name: d.new_zeros(len(d), n_rows, d.shape[2]).scatter_add_(1, i.expand_as(d), d)}
+            return {name: d.new_zeros(len(d), self.n_rows, d.shape[2]).scatter_add_(1, i.expand_as(d), d)}
 
         return block
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
         """``sum_t <delta_it, V[x_it]>``."""
         (v,) = direction.values()
-        index, delta = _occurrences(use)
+        index, delta = self._occurrences(use)
         return kernels.inner_rows(v.to(delta.dtype)[index].flatten(1), delta.flatten(1))
 
     def rows(self, use: Use, samples: slice) -> Rows:
         """The rows that are not zero; found without waiting for the device."""
-        index, delta = (t[samples] for t in _occurrences(use))
+        index, delta = (t[samples] for t in self._occurrences(use))
         index = index.contiguous()
         ordered = index.sort(1).values
         first = torch.searchsorted(ordered, index)  # where each token comes first
         values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
-        module: Any = use.layer.module
-        return Rows(ordered, values, module.num_embeddings)
+        return Rows(ordered, values, self.n_rows)
 
-    def elements_per_sample(self, use: Use) -> int:
-        """Nothing beside the gradients."""
-        return 0
-
-
-def _occurrences(use: Use) -> tuple[Tensor, Tensor]:
-    """Which row each position of a sample takes, ``[B, T]``, and its output gradient, ``[B, T, E]``."""
-    delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
-    index = use.input.reshape(delta.shape[:2]).long()
-    padding = getattr(use.layer.module, "padding_idx", None)
-    return index, delta if padding is None else delta.masked_fill((index == padding).unsqueeze(2), 0)
+    def _occurrences(self, use: Use) -> tuple[Tensor, Tensor]:
+        """Which row each position of a sample takes, ``[B, T]``, and its output gradient, ``[B, T, E]``."""
+        delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
+        index = use.input.reshape(delta.shape[:2]).long()
+        if self.padding is None:
+            return index, delta
+        return index, delta.masked_fill((index == self.padding).unsqueeze(2), 0)

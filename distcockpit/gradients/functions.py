@@ -1,4 +1,4 @@
-"""Calls of torch functions with parameters that no module was called for: positions, class tokens, borrowed weights.
+"""Calls of torch functions with parameters.
 
 A mode sees each call inside the model's forward. What is made of parameters and constants alone (``wpe(arange(T))``,
 ``-A.exp()``, ``p.expand(B, -1, -1)``) is remembered as the calls that made it. A call that brings such a tensor, or a
@@ -9,7 +9,6 @@ anything else counts as a constant, which is exact, too, since the samples are t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -19,16 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distcockpit.gradients.rules import EMBEDDING, LINEAR
-from distcockpit.gradients.uses import Rule
+from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
+from distcockpit.gradients.uses import CALLS, Layer
 from distcockpit.rng import RandomState
 from distcockpit.trees import map_tensors, tensors
-
-CALLS = "calls of functions"
-"""The path of the layer that stands for all of them."""
 
 
 def called_with(names: Iterable[str]) -> str:
@@ -36,180 +31,44 @@ def called_with(names: Iterable[str]) -> str:
     return f"{CALLS} with {', '.join(sorted(names))}"
 
 
-WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
-
-
-class Part(ABC):
-    """Stands in recorded arguments for a tensor that is not a constant."""
-
-    parameters: frozenset[str] = frozenset()
-
-    @abstractmethod
-    def value(self, again: _Again) -> Tensor:
-        """The tensor, when the call is run again."""
-
-
-class _Given(Part):
-    """A tensor of the batch."""
-
-    def __init__(self, position: int) -> None:
-        self._position = position
-
-    def value(self, again: _Again) -> Tensor:
-        return again.given[self._position]
-
-
-class _Leaf(Part):
-    """A parameter."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.parameters = name, frozenset({name})
-
-    def value(self, again: _Again) -> Tensor:
-        return again.leaves[self.name]
-
-
-class _Made(Part):
-    """One of the tensors that a call on parameters and constants returned."""
-
-    def __init__(self, call: Recording, position: int) -> None:
-        self.call, self._position, self.parameters = call, position, call.parameters
-
-    def value(self, again: _Again) -> Tensor:
-        if id(self.call) not in again.made:
-            again.made[id(self.call)] = tensors(self.call.run(again))
-        return again.made[id(self.call)][self._position]
-
-
-class _Again:
-    """One run of recorded calls: the parameters, the tensors of the batch, and what was made on the way."""
-
-    def __init__(self, leaves: Mapping[str, Tensor], given: Sequence[Tensor]) -> None:
-        self.leaves, self.given = leaves, given
-        self.made: dict[int, list[Tensor]] = {}
-
-
-class Recording:
-    """A call of a function, with parts in place of the tensors that are not constant.
-
-    Args:
-        function: What was called.
-        args: With parts in it.
-        kwargs: Likewise.
-        parts: All of them.
-        shapes: Of the tensors of the batch.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        parts: Sequence[Part],
-        shapes: Sequence[torch.Size] = (),
-    ) -> None:
-        self.function, self.args, self.kwargs, self._shapes = function, args, kwargs, shapes
-        self.parameters = frozenset(name for part in parts for name in part.parameters)
-        self.has_gradient = torch.is_grad_enabled()
-        self.constants = [t for t in tensors((args, kwargs)) if not t.is_inference()]
-        self.constants += [t for part in parts if isinstance(part, _Made) for t in part.call.constants]
-
-    def run(self, again: _Again) -> Any:
-        """What the function returns, with gradients where it had them."""
-        cut, writes = self._cut(again.given), _writes(self.function)
-
-        def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, Part):
-                return leaf.detach() if isinstance(leaf, Tensor) else leaf
-            value = leaf.value(again)
-            if cut is not None and isinstance(leaf, _Made):
-                axis, size, length = cut
-                value = value.narrow(axis, 0, length) if value.dim() > axis and value.shape[axis] == size else value
-            return value.clone() if writes else value
-
-        with torch.set_grad_enabled(self.has_gradient and torch.is_grad_enabled()):
-            return self.function(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
-
-    def _cut(self, given: Sequence[Tensor]) -> tuple[int, int, int] | None:
-        """The axis on which fewer samples are run now, with the number of samples before and now.
-
-        What was made for all samples, such as ``p.expand(B, -1, -1)``, is cut there. If its rows differ, the outputs do
-        not agree with those of the whole batch, which is looked at wherever a part of it is run.
-        """
-        for before, tensor in zip(self._shapes, given, strict=False):  # without shapes: nothing of the batch
-            for axis, (size, length) in enumerate(zip(before, tensor.shape, strict=True)):
-                if size != length:
-                    return axis, size, length
-        return None
-
-
-class Call(nn.Module):
-    """A recorded call as a module, so that it can be run again as modules are."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.local = {full: f"p{k}" for k, full in enumerate(sorted(parameters))}
-        for full, local in self.local.items():
-            self.register_parameter(local, parameters[full])
-
-    def forward(self, recording: Recording, *given: Tensor) -> Any:
-        """Run it again."""
-        return recording.run(_Again({full: getattr(self, local) for full, local in self.local.items()}, given))
-
-
-class Lookup(nn.Module):
-    """What the rule for embeddings wants to know of one."""
-
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
-        super().__init__()
-        self.weight, self.num_embeddings, self.padding_idx = weight, len(weight), padding_idx
-
-
 class Functions(nn.Module):
     """Stands for the functions that are called with these parameters.
 
     Args:
         model: The bare module.
-        names: Of the parameters.
+        owners: The names of the parameters, with those of the modules that own them.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, owners: Mapping[str, str]) -> None:
         super().__init__()
-        self._model, self._names = (model,), tuple(names)  # a tuple, since it is no module of this one
-        self._sites: dict[tuple[int, frozenset[str]], Call] = {}
+        self._model, self._owners = (model,), owners  # a tuple, since it is no module of this one
+        self._layers: dict[tuple[int, frozenset[tuple[str, str]]], Layer] = {}
+
+    @property
+    def owners(self) -> set[str]:
+        """The modules that own the parameters."""
+        return set(self._owners.values())
 
     @property
     def called(self) -> dict[str, nn.Parameter]:
         """The parameters by name."""
-        return {name: self._model[0].get_parameter(name) for name in self._names}
+        every = dict(self._model[0].named_parameters())
+        return {name: every[name] for name in self._owners}
 
-    def site(self, number: int, names: frozenset[str]) -> Call:
-        """The module of the call of this number in a forward pass, the same at every step."""
-        key = number, names
-        if key not in self._sites:
-            called = self.called
-            self._sites[key] = Call({name: called[name] for name in names})
-        return self._sites[key]
+    def layer(self, number: int, names: Mapping[str, str], function: Any) -> Layer:
+        """What stands for the call of this number in a forward pass, the same at every step.
 
-    def closed_form(self, recording: Recording) -> tuple[Rule, nn.Module, dict[str, str]] | None:
-        """The closed form that serves a call, with a module for it and the parameters by local name."""
-        args = list(recording.args)
-        weight = args[1] if len(args) > 1 else recording.kwargs.get("weight")
-        if not args or not isinstance(args[0], _Given) or not isinstance(weight, _Leaf):
-            return None
-        if recording.function is F.linear:
-            bias = args[2] if len(args) > 2 else recording.kwargs.get("bias")
-            if isinstance(bias, _Made):
-                return None
-            names = {"weight": weight.name} | ({"bias": bias.name} if isinstance(bias, _Leaf) else {})
-            return LINEAR, self, names
-        if recording.function is F.embedding and not any(args[3:]) and not recording.kwargs.get("max_norm"):
-            index = args[2] if len(args) > 2 else recording.kwargs.get("padding_idx")
-            if recording.kwargs.get("scale_grad_by_freq"):
-                return None
-            padding = index if index is None or index >= 0 else len(self.called[weight.name]) + index
-            return EMBEDDING, Lookup(self.called[weight.name], padding), {"weight": weight.name}
-        return None
+        Args:
+            number: How often functions were called with these parameters before.
+            names: The parameters, by local name.
+            function: What was called.
+        """
+        key = number, frozenset(names.items())
+        if key not in self._layers:
+            site, said = Call(names, self.called), getattr(function, "__name__", str(function))
+            owner = self._owners[min(names.values())]
+            self._layers[key] = Layer(owner, site, names, names, is_leaf=True, function=said)
+        return self._layers[key]
 
 
 OnUse = Callable[[Recording, list[Tensor], Any, RandomState | None], None]
@@ -240,7 +99,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._with_gradients = with_gradients
         self._batch_size = batch_size
-        self._leaves = {id(p): _Leaf(name) for name, p in parameters.items()}
+        self._leaves = {id(p): Leaf(name, p.shape) for name, p in parameters.items()}
         self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
         self.reshaped: Any = WeakTensorKeyDictionary()  # the shapes before, of tensors that may be no views of them
         self._device, self._on_use, self._suspended = device, on_use, 0
@@ -290,12 +149,12 @@ class Watch(TorchFunctionMode):
                 self.mark(tensors(result))
                 if func in RESHAPING and isinstance(result, Tensor):
                     self.reshaped[result] = given[0].shape
-                if _writes(func):
+                if writes(func):
                     self.mark(given[:1])
             return result
         has_batch = "batch" in kinds
         # What a call writes to is kept as it was; constants are kept as they are.
-        kept = [t.detach().clone() if k == 0 and _writes(func) else t for k, t in enumerate(given)]
+        kept = [t.detach().clone() if k == 0 and writes(func) else t for k, t in enumerate(given)]
         before = RandomState.take(self._device)
         result = func(*args, **kwargs)
         made = tensors(result)
@@ -303,7 +162,7 @@ class Watch(TorchFunctionMode):
         if self._with_gradients and not (has_batch or torch.is_grad_enabled()):
             return result  # a constant, such as the vectors of spectral norm
         if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained
-            self.mark([*made, *given[:1]] if _writes(func) else made)
+            self.mark([*made, *given[:1]] if writes(func) else made)
             return result
         recording, batch = self._record(func, args, kwargs, kinds, kept)
         if has_batch:
@@ -312,7 +171,7 @@ class Watch(TorchFunctionMode):
         else:
             for position, tensor in enumerate(made):
                 if id(tensor) not in self._leaves:
-                    self._known[tensor] = _Made(recording, position)
+                    self._known[tensor] = Made(recording, position)
         return result
 
     def _kind(self, tensor: Tensor) -> Part | str | None:
@@ -339,17 +198,11 @@ class Watch(TorchFunctionMode):
             if not is_use:
                 return tensor
             batch.append(tensor)
-            parts.append(_Given(len(batch) - 1))
+            parts.append(Given(len(batch) - 1))
             return parts[-1]
 
         args, kwargs = map_tensors(exchange, (tuple(args), dict(kwargs)))
         return Recording(func, args, kwargs, parts, [t.shape for t in batch]), batch
-
-
-def _writes(function: Any) -> bool:
-    """Whether a function writes to its first argument."""
-    name = getattr(function, "__name__", "")
-    return name in WRITING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 RESHAPING = {torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten}

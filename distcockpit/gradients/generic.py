@@ -23,9 +23,8 @@ from torch.nn import Module
 
 from distcockpit.checkpointing import kept_activations
 from distcockpit.gradients import parts
-from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.parts import Drawn
-from distcockpit.gradients.uses import Blocks, Use, to_front
+from distcockpit.gradients.uses import Blocks, Rule, Use, to_front
 from distcockpit.rng import unchanged
 from distcockpit.trees import map_tensors, tensors
 
@@ -48,22 +47,11 @@ class _Verdict:
     route: int = 0
 
 
-class GenericRule:
-    """Exact for every module that treats the samples of a batch independently of each other."""
-
-    description = "generic blocks"
-    unfolds = True
+class GenericRule(Rule):
+    """Exact for every module, and every call, that treats the samples of a batch independently of each other."""
 
     def __init__(self) -> None:
         self._verdicts: WeakKeyDictionary[Module, dict[object, _Verdict]] = WeakKeyDictionary()
-
-    def factors(self, use: Use) -> dict[str, Factors]:
-        """None."""
-        return {}
-
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> None:
-        """By way of blocks."""
-        return None
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """By the fastest route that works; every forward has the random state of the original call."""
@@ -105,14 +93,18 @@ class GenericRule:
                 )
         return verdict.route
 
-    def rows(self, use: Use, samples: slice) -> None:
-        """Not of few rows."""
-        return None
-
     def elements_per_sample(self, use: Use) -> int:
         """Of masked output gradients: the whole output, for each sample. Where it is mapped: what the call computes."""
         deltas = list(use.output_gradients.values())
         return sum(4 * delta[:1].numel() if use.found.get(MAPPED) else delta.numel() for delta in deltas)
+
+
+GENERIC = GenericRule()
+
+
+def rule_of(use: Use) -> Rule:
+    """What serves a call: its closed form, or else running it again."""
+    return use.closed or GENERIC
 
 
 class _Again:

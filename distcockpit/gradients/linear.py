@@ -1,34 +1,26 @@
-"""nn.Linear: individual gradients are sums of outer products of output gradients and inputs."""
+"""Linear layers: individual gradients are sums of outer products of output gradients and inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
-from distcockpit.gradients.uses import Blocks, Use
+from distcockpit.gradients.uses import Blocks, Rule, Use
 
 
-class LinearRule:
+class LinearRule(Rule):
     """``y = x W^T + b``, on ``[N, in]`` or with further axes, ``[N, *, in]``, which are summed over.
 
     Args:
-        transposed: Whether the layer is ``y = x W + b``, as the ``Conv1D`` of transformers is.
+        transposed: Whether the layer is ``y = x W + b``, as by `torch.addmm` and `torch.matmul`.
     """
-
-    description = "closed form"
-    unfolds = True
 
     def __init__(self, *, transposed: bool = False) -> None:
         self._transposed = transposed
-
-    @staticmethod
-    def is_transposed(module: nn.Module) -> bool:
-        """Whether a module is such a ``Conv1D``."""
-        return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """``sum_t delta_it x_it^T``."""
@@ -62,14 +54,6 @@ class LinearRule:
             weight = v["weight"] if self._transposed else v["weight"].T
             output = torch.addmm(v["bias"], x, weight) if "bias" in v else x @ weight
         return kernels.inner_rows(output.reshape(len(delta), -1), delta.flatten(1))
-
-    def rows(self, use: Use, samples: slice) -> None:
-        """Not of few rows."""
-        return None
-
-    def elements_per_sample(self, use: Use) -> int:
-        """Nothing beside the gradients."""
-        return 0
 
     def _sequences(self, use: Use) -> tuple[Tensor, Tensor]:
         if "sequences" in use.found:

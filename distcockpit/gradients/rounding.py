@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distcockpit import kernels
 from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms, grams
 from distcockpit.gradients.uses import MicroBatch, Use
 
@@ -32,7 +33,7 @@ def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> 
         for use in batch.uses:
             for local, name in use.layer.parameters.items():
                 uses[name].append((use, local))
-    found = {name: [use.rule.factors(use).get(local) for use, local in uses[name]] for name in names}
+    found = {name: [rule_of(use).factors(use).get(local) for use, local in uses[name]] for name in names}
     alone = {name: factors[0] for name, factors in found.items() if len(factors) == 1 and factors[0] is not None}
     return {name: factors for name, factors in alone.items() if factors.sizes[0] > 1}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distcockpit import kernels
 from distcockpit.gradients.factors import Rows
+from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
 
 WHOLE = slice(None)
@@ -229,7 +230,7 @@ class Projection(Statistic):
         by_part: dict[int, dict[str, Tensor]] = {}
         for local, name in parameters.items():
             by_part.setdefault(self._part[name], {})[local] = self.direction[name]
-        found = {k: use.rule.along(use, part) for k, part in by_part.items()}
+        found = {k: rule_of(use).along(use, part) for k, part in by_part.items()}
         known = {k: values for k, values in found.items() if values is not None}
         if len(known) < len(found):
             return None

@@ -6,9 +6,10 @@ Together they determine the individual gradients of the layer's parameters. That
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import Module
 from distcockpit.gradients.factors import Factors, Rows
 from distcockpit.module_state import ModuleStates
 from distcockpit.rng import RandomState
+from distcockpit.trees import tensors
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Folded:
 
 
 Axis = int | Folded | None
+
+
+def place(axis: int | Folded) -> int:
+    """Which one it is."""
+    return axis.axis if isinstance(axis, Folded) else axis
+
 
 Axes = tuple[Axis, ...]
 """The batch axis of each tensor of an output; ``None`` where there is none."""
@@ -56,64 +64,83 @@ def from_front(tensor: Tensor, axis: Axis) -> Tensor:
 
 Shapes = Sequence[torch.Size]
 
+CALLS = "calls of functions"
+"""What serves the parameters that no module is run again for."""
+
 Blocks = Callable[[slice], dict[str, Tensor]]
 """Maps a range of samples to their individual gradients by local parameter name, each ``[n, *parameter.shape]``."""
 
 
-class Rule(Protocol):
-    """How the individual gradients of one kind of layer follow from a :class:`Use`."""
+class Rule(ABC):
+    """How the individual gradients of some parameters follow from a :class:`Use`."""
 
-    description: str
-    unfolds: bool  # whether it takes factors whose batch axis was merged with others, and has these as two more axes
+    def takes(self, axis: Axis, n_axes: int) -> bool:
+        """Whether it serves a call whose output has as many axes, and the batch there: in front of the last one."""
+        return axis is not None and place(axis) < n_axes - 1
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """The parameters whose individual gradients are sums of outer products, by local name."""
+        return {}
 
     def rows(self, use: Use, samples: slice) -> Rows | None:
-        """The individual gradients of the one parameter of a layer, if they have few rows that are not zero."""
+        """The individual gradients of the one parameter of a call, if they have few rows that are not zero."""
+        return None
 
     def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<g_i, v>`` for all samples, where that needs no individual gradient: the derivative of the output along v.
 
         Args:
-            use: The call of the layer.
+            use: The call.
             direction: v, by local name; some of the parameters or all.
 
         Returns:
             float64 ``[B]``, or ``None``.
         """
+        return None
 
+    @abstractmethod
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """Individual gradients of the parameters ``names`` for any range of samples.
 
         Args:
-            use: The call of the layer.
+            use: The call.
             names: Local parameter names.
             values: What the parameters of the model were in that call, by full name.
         """
 
     def elements_per_sample(self, use: Use) -> int:
         """Elements that a block needs per sample beside the individual gradients themselves."""
+        return 0
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, and the rule by which the individual gradients of parameters follow from its calls."""
+    """A module, or the calls of functions with some parameters, and the parameters that its calls serve."""
 
-    path: str
+    path: str  # of the module, or of that which owns the parameters
     module: Module
     parameters: Mapping[str, str]  # local name -> name in the model, of the tracked ones; each of these once
     names: Mapping[str, str]  # the same of all parameters of this module and those below it
-    rule: Rule
     is_leaf: bool  # whether it has no tracked modules below it
+    function: str = ""  # the name of the function that was called; of a module: none
+
+    @property
+    def scope(self) -> str:
+        """What is raised where this does not serve: all calls of functions, or a module."""
+        return CALLS if self.function else self.path
+
+    def __str__(self) -> str:
+        if self.function:
+            return f"the call of {self.function} with {', '.join(map(repr, self.parameters.values()))}"
+        return f"layer '{self.path}' ({type(self.module).__name__})"
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """One call of a layer in one forward pass, with the gradients that arrived at its outputs."""
 
     layer: Layer
-    rule: Rule
+    form: Rule | None  # what serves it, where the batch is where that can take it
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
@@ -131,6 +158,7 @@ class Use:
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
     drew: bool = False  # whether random numbers of torch's were drawn in the call, of a layer that is run again
+    source: int = 0  # which of the input tensors is that of the closed form
     found: dict[str, Any] = field(default_factory=dict)  # views that the rule worked out
 
     @property
@@ -142,20 +170,26 @@ class Use:
     @property
     def input(self) -> Tensor:
         """The input of a layer with one input, ``[B, *]``; its batch axis is that of the output."""
-        (x,) = [*self.args, *self.kwargs.values()]
-        return to_front(x.detach(), self.axes[0])
+        return to_front(tensors((self.args, self.kwargs))[self.source].detach(), self.axes[0])
 
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """The same call, for these parameters of its layer."""
         return replace(self, layer=replace(self.layer, parameters=parameters))
 
-    def settle(self, axes: Axes, rule: Rule) -> None:
-        """Correct the batch axes, where they were guessed, and the rule, where it does not take them."""
+    @property
+    def closed(self) -> Rule | None:
+        """The closed form, if there is one that takes the call."""
+        takes = self.form is not None and len(self.axes) == 1 and self.form.takes(self.axes[0], len(self.shapes[0]))
+        return self.form if takes else None
+
+    def settle(self, axes: Axes) -> None:
+        """Correct the batch axes, where they were guessed."""
         for position, gradient in self.output_gradients.items():
             if gradient.dim():
                 as_it_was = from_front(gradient, self.axes[position])
                 self.output_gradients[position] = to_front(as_it_was, axes[position])
-        self.axes, self.rule = axes, rule
+        self.axes = axes
+        self.found.clear()
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply the output gradients, which are copies of our own; zero is exactly zero, whatever they are."""

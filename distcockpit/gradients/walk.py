@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients.factors import Factors, products
+from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import WHOLE, Statistic
 from distcockpit.gradients.uses import Formed, MicroBatch, Use
 
@@ -112,7 +113,7 @@ class _Group:
         self._factors: dict[str, Factors] = {}
         if len(uses) == 1:
             (use,), (local,) = uses, self._locals
-            self._factors = {local[n]: factors for n, factors in use.rule.factors(use).items() if n in local}
+            self._factors = {local[n]: factors for n, factors in rule_of(use).factors(use).items() if n in local}
 
     def feed(self, statistics: Sequence[Statistic], keep: int) -> Formed:
         """Let every statistic see every sample.
@@ -174,10 +175,10 @@ class _Group:
         if len(self._uses) != 1 or not all(statistic.takes_rows for statistic in statistics):
             return False
         (use,) = self._uses
-        if use.rule.rows(use, slice(0, 0)) is None:
+        if rule_of(use).rows(use, slice(0, 0)) is None:
             return False
         for samples in self._pieces(use.delta[:1].numel()):
-            rows = use.rule.rows(use, samples)
+            rows = rule_of(use).rows(use, samples)
             assert rows is not None
             for statistic in statistics:
                 statistic.rows(self._names[0], rows)
@@ -209,9 +210,9 @@ class _Group:
         sources = []
         for use, locals_ in zip(self._uses, self._locals, strict=True):
             local = {name: full for name, full in locals_.items() if full in names}
-            sources.append((local, use.rule.blocks(use, list(local), self._values)))
+            sources.append((local, rule_of(use).blocks(use, list(local), self._values)))
         per_sample = sum(self._values[name].numel() for name in names)
-        per_sample += sum(use.rule.elements_per_sample(use) for use in self._uses)
+        per_sample += sum(rule_of(use).elements_per_sample(use) for use in self._uses)
         for samples in self._pieces(per_sample):
             parts = [(local, block(samples)) for local, block in sources]
             for name in names:
