@@ -43,7 +43,7 @@ from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
-from distcockpit.output_hooks import adder, collector, owned_memory
+from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.rng import RandomState
 from distcockpit.runs import Runs
@@ -119,6 +119,7 @@ class Capture:
         self._batch: list[Tensor] = []  # what it was given
         self._calls: list[_Call] = []  # of the model, that have not returned
         self._handles: list[Any] = []
+        self._gradients = Copies()
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
@@ -320,7 +321,7 @@ class Capture:
         for position, tensor in enumerate(tensors(output)):
             if tensor.requires_grad:
                 source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
-                self._on_gradient(source, collector(adder(forward.output_gradients, position), view, copy=False))
+                self._on_gradient(source, collector(adder(forward.output_gradients, position), view))
         return output
 
     def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -440,7 +441,7 @@ class Capture:
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                self._on_gradient(source, collector(add(position), view), use)
+                self._on_gradient(source, collector(add(position), view, self._gradients), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -541,7 +542,7 @@ class Capture:
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         def hook(gradient: Tensor | None) -> None:
             if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
-                receive(gradient.detach())
+                receive(gradient)
                 if of is not None:
                     self._runs.reach(of)
 
@@ -646,4 +647,4 @@ def _versions(tree: Any) -> list[tuple[Tensor, int]]:
 
 
 def _accumulate(target: LossCall, gradient: Tensor) -> None:
-    target.factor = gradient if target.factor is None else target.factor + gradient
+    target.factor = gradient.detach() if target.factor is None else target.factor + gradient.detach()

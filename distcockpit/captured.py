@@ -179,8 +179,15 @@ class Captured:
     def scaled(self, samples_per_weight: float) -> MicroBatch:
         """Multiply the output gradients by (N/W) w/c, once; a part without weight is exactly zero."""
         factor = self.scale.unscale * samples_per_weight if self.weight else 0.0
-        for use in self.uses:
-            use.scale(factor)
+        done: set[int] = set()  # a function and the module that called it may share theirs
+        for gradient in (g for use in self.uses for g in use.output_gradients.values()):
+            if memory_of(gradient) in done:
+                continue
+            done.add(memory_of(gradient))
+            if isinstance(factor, float) and not factor:
+                gradient.zero_()  # exactly, whatever it is
+            else:
+                gradient.mul_(factor)
         return self.batch
 
     @property

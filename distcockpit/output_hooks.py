@@ -38,13 +38,32 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def collector(add: Callable[[Tensor], None], view: View | None, *, copy: bool = True) -> Callable[[Tensor], None]:
-    """A receiver that hands on gradients in the shape and strides of the output, as copies of their own."""
+class Copies:
+    """Copies gradients, once for all who receive the same one in turn: a function, and the module that called it.
+
+    A parameter's gradient may be a view of the original, and is written to by DDP and by clipping.
+    """
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._copy = torch.empty(0)
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The copy, at least float32."""
+        if self._of is not gradient:
+            half = gradient.dtype in (torch.float16, torch.bfloat16)
+            copy = gradient.detach().float() if half else gradient.detach().clone()
+            self._of, self._copy = gradient, copy
+        return self._copy
+
+
+def collector(
+    add: Callable[[Tensor], None], view: View | None, copy: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Callable[[Tensor], None]:
+    """A receiver that hands on gradients in the shape and strides of the output, as ``copy`` makes them."""
 
     def receive(gradient: Tensor) -> None:
-        if copy:  # a parameter's gradient may be a view of this one, and is written to by DDP and by clipping
-            half = gradient.dtype in (torch.float16, torch.bfloat16)
-            gradient = gradient.float() if half else gradient.clone()
+        gradient = copy(gradient)
         if view is not None:
             gradient = gradient.contiguous().as_strided(*view)
         add(gradient)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distcockpit.gradients.forms import FUNCTIONS
 from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
 from distcockpit.gradients.uses import CALLS, Layer
 from distcockpit.rng import RandomState
@@ -155,10 +156,10 @@ class Watch(TorchFunctionMode):
         has_batch = "batch" in kinds
         # What a call writes to is kept as it was; constants are kept as they are.
         kept = [t.detach().clone() if k == 0 and writes(func) else t for k, t in enumerate(given)]
-        before = RandomState.take(self._device)
+        before = None if func in FUNCTIONS else RandomState.take(self._device)  # those draw nothing
         result = func(*args, **kwargs)
         made = tensors(result)
-        drew = bool(made) and before.torch_drew()
+        drew = before is not None and bool(made) and before.torch_drew()
         if self._with_gradients and not (has_batch or torch.is_grad_enabled()):
             return result  # a constant, such as the vectors of spectral norm
         if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained

@@ -191,14 +191,6 @@ class Use:
         self.axes = axes
         self.found.clear()
 
-    def scale(self, factor: Tensor | float) -> None:
-        """Multiply the output gradients, which are copies of our own; zero is exactly zero, whatever they are."""
-        for gradient in self.output_gradients.values():
-            if isinstance(factor, float) and not factor:
-                gradient.zero_()
-            else:
-                gradient.mul_(factor)
-
     @property
     def is_separable(self) -> bool:
         """Whether the output gradients of the samples can be told apart."""
