@@ -45,8 +45,21 @@ def in_place(m: Model, z: Tensor) -> Tensor:
     return z
 
 
+def written_first(m: Model, z: Tensor) -> Tensor:
+    """What is made of a parameter alone is written, too."""
+    all_of_it = torch.zeros(4, 6)
+    all_of_it[1:] = m.p
+    return z * all_of_it
+
+
+def written_to_a_view(m: Model, z: Tensor) -> Tensor:
+    all_of_it = z * 2
+    all_of_it.transpose(0, 1)[2:] = m.p
+    return all_of_it + z
+
+
 def written_to(m: Model, z: Tensor) -> Tensor:
-    """A write into a part of a buffer returns nothing that could be looked at."""
+    """A write into a part of a buffer returns nothing: the buffer is looked at."""
     all_of_it = torch.zeros(len(z), 4, 6)
     all_of_it[:, :2] = z[:, :2]
     all_of_it[:, 2:] = m.p
@@ -113,6 +126,8 @@ SERVED: dict[str, Forward] = {
     "keywords": lambda m, z: torch.add(input=z, other=m.q, alpha=3),
     "drawn for each": drawn_for_each,
     "positions": lambda m, z: z + F.embedding(torch.arange(4), m.w),
+    "written to": written_to,
+    "written to, at first by the parameter": written_first,
     "behind a function of one's own": lambda m, z: Doubled.apply(z) * m.p,
     "looked up": lambda m, z: z + F.embedding((z[..., 0] > 0).long(), m.w, padding_idx=-6),
 }
@@ -122,7 +137,7 @@ PARENTS: dict[str, Forward] = {
         (torch.cat([z.flatten(0, 1) * m.p]) * m.p).view_as(z)
         + (z.transpose(0, 1).flatten(0, 1) * m.p).view(z.shape[1], len(z), -1).transpose(0, 1)
     ),
-    "written to": written_to,
+    "written to a view": written_to_a_view,
 }
 
 

@@ -158,7 +158,8 @@ class Watch(TorchFunctionMode):
         kept = [t.detach().clone() if k == 0 and writes(func) else t for k, t in enumerate(given)]
         before = None if func in FUNCTIONS else RandomState.take(self._device)  # those draw nothing
         result = func(*args, **kwargs)
-        made = tensors(result)
+        output = given[0] if result is None and writes(func) and given[0]._base is None else result
+        made = tensors(output)
         drew = before is not None and bool(made) and before.torch_drew()
         if self._with_gradients and not (has_batch or torch.is_grad_enabled()):
             return result  # a constant, such as the vectors of spectral norm
@@ -168,7 +169,7 @@ class Watch(TorchFunctionMode):
         recording, batch = self._record(func, args, kwargs, kinds, kept)
         if has_batch:
             self.mark(made)
-            self._on_use(recording, batch, result, before if drew else None)
+            self._on_use(recording, batch, output, before if drew else None)
         else:
             for position, tensor in enumerate(made):
                 if id(tensor) not in self._leaves:

@@ -94,20 +94,22 @@ class Recording:
         self.constants += [t for part in parts if isinstance(part, Made) for t in part.call.constants]
 
     def run(self, again: Again) -> Any:
-        """What the function returns, with gradients where it had them."""
+        """What the function returns, or has written to, with gradients where it had them."""
         cut, is_written_to = self._cut(again.given), writes(self.function)
 
         def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, Part):
-                return leaf.detach() if isinstance(leaf, Tensor) else leaf
-            value = leaf.value(again)
+            if not isinstance(leaf, Part | Tensor):
+                return leaf
+            value = leaf.value(again) if isinstance(leaf, Part) else leaf.detach()
             if cut is not None and isinstance(leaf, Made):
                 axis, size, length = cut
                 value = value.narrow(axis, 0, length) if value.dim() > axis and value.shape[axis] == size else value
             return value.clone() if is_written_to else value
 
         with torch.set_grad_enabled(self.has_gradient and torch.is_grad_enabled()):
-            return self.function(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
+            args, kwargs = tree_map(fill, self.args), tree_map(fill, self.kwargs)
+            result = self.function(*args, **kwargs)
+            return args[0] if result is None else result
 
     def _cut(self, given: Sequence[Tensor]) -> tuple[int, int, int] | None:
         """The axis on which fewer samples are run now, with the number of samples before and now.

@@ -1,0 +1,163 @@
+"""Functions whose calls have closed forms: every way to call them, against autograd sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.coverage import CALLS, CLOSED
+from distcockpit.quantities import Alpha, MeanGSNR, NormTest
+
+N = 5
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Mixes the channels of images ``[N, 4, 6, 6]``, and does with them and two parameters what a test says."""
+
+    def __init__(self, forward: Forward, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = nn.Conv2d(4, 4, 1)
+        self.w = nn.Parameter(0.3 * torch.randn(weight))
+        self.b = nn.Parameter(0.3 * torch.randn(bias))
+        self.register_buffer("fixed", torch.randn(weight))
+        self.register_buffer("mean", torch.linspace(-0.1, 0.2, 4))
+        self.register_buffer("variance", torch.linspace(0.5, 2, 4))
+        self.used = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.used(self, self.mix(x))).flatten(1)
+        return z @ torch.cos(torch.arange(z.shape[1] * 3.0).view(-1, 3))
+
+
+def convolved(**options: Any) -> Forward:
+    return lambda m, z: F.conv2d(z, m.w, m.b, **options)
+
+
+def back(**options: Any) -> Forward:
+    return lambda m, z: F.conv_transpose2d(z, m.w, m.b, **options)
+
+
+def words(z: Tensor) -> Tensor:
+    """A word for each place, ``[N, 6, 6]``."""
+    return (7 * z[:, 0].detach().sigmoid()).long()
+
+
+Row = tuple[Forward, tuple[int, ...], tuple[int, ...]]
+FORMS: dict[str, Row] = {
+    "linear": (lambda m, z: F.linear(z, m.w, m.b), (3, 6), (3,)),
+    "linear, keywords": (lambda m, z: F.linear(input=z, weight=m.w, bias=m.b), (3, 6), (3,)),
+    "linear, transposed weight": (lambda m, z: F.linear(z, m.w.t(), m.b), (6, 3), (3,)),
+    "linear, one row for each sample": (lambda m, z: F.linear(z.flatten(1), m.w, m.b), (3, 144), (3,)),
+    "linear, frozen weight": (lambda m, z: F.linear(z, m.fixed, m.b) * m.w[:1, 0].exp(), (3, 6), (3,)),
+    "matmul": (lambda m, z: z @ m.w + m.b, (6, 3), (3,)),
+    "matmul, transposed": (lambda m, z: torch.matmul(z, m.w.mT) + m.b, (3, 6), (3,)),
+    "matmul, axes exchanged": (lambda m, z: z.matmul(m.w.transpose(-1, 0)) + m.b, (3, 6), (3,)),
+    "addmm": (lambda m, z: torch.addmm(m.b, z.flatten(1), m.w), (144, 3), (3,)),
+    "mm of folded rows": (lambda m, z: (z.view(-1, 6).mm(m.w) + m.b).view(len(z), -1), (6, 3), (3,)),
+    "addmm of folded rows": (lambda m, z: torch.addmm(m.b, z.view(-1, 6), m.w).view(len(z), -1), (6, 3), (3,)),
+    "embedding": (lambda m, z: z.mean(1)[..., None] * F.embedding(words(z), m.w) + m.b, (7, 3), (3,)),
+    "embedding, padding": (
+        lambda m, z: z.mean(1)[..., None] * F.embedding(words(z), m.w, padding_idx=3) + m.b,
+        (7, 3),
+        (3,),
+    ),
+    "embedding, padding from behind": (
+        lambda m, z: z.mean(1)[..., None] * F.embedding(words(z), m.w, -4) + m.b,
+        (7, 3),
+        (3,),
+    ),
+    "convolution": (convolved(), (3, 4, 3, 2), (3,)),
+    "convolution, stride, padding, dilation": (
+        convolved(stride=(2, 1), padding=(1, 2), dilation=2),
+        (3, 4, 3, 2),
+        (3,),
+    ),
+    "convolution, groups": (convolved(groups=2, padding=1), (6, 2, 3, 3), (6,)),
+    "convolution, same": (convolved(padding="same", dilation=(2, 1)), (3, 4, 2, 3), (3,)),
+    "convolution, valid": (convolved(padding="valid"), (3, 4, 2, 3), (3,)),
+    "convolution along one axis": (lambda m, z: F.conv1d(z.flatten(2), m.w, m.b, 2, 1), (3, 4, 3), (3,)),
+    "convolution along three axes": (
+        lambda m, z: F.conv3d(z.view(-1, 2, 2, 6, 6), m.w, m.b, padding=1),
+        (3, 2, 2, 3, 3),
+        (3,),
+    ),
+    "transposed convolution": (back(), (4, 3, 3, 2), (3,)),
+    "transposed convolution, stride, padding": (back(stride=(2, 3), padding=(1, 0)), (4, 3, 3, 2), (3,)),
+    "transposed convolution, output padding": (
+        back(stride=2, padding=1, output_padding=(1, 0), dilation=(1, 2)),
+        (4, 3, 3, 3),
+        (3,),
+    ),
+    "transposed convolution, wide output padding": (back(stride=1, output_padding=2, dilation=3), (4, 3, 2, 2), (3,)),
+    "transposed convolution, groups": (back(stride=2, groups=2), (4, 3, 3, 3), (6,)),
+    "transposed convolution along one axis": (
+        lambda m, z: F.conv_transpose1d(z.flatten(2), m.w, m.b, 2, 1, 1, 1, 2),
+        (4, 3, 5),
+        (3,),
+    ),
+    "layer norm": (lambda m, z: F.layer_norm(z, (6, 6), m.w, m.b, 0.1), (6, 6), (6, 6)),
+    "rms norm": (lambda m, z: F.rms_norm(z, (6,), m.w, eps=0.1) + m.b, (6,), (6,)),
+    "group norm": (lambda m, z: F.group_norm(z, 2, m.w, m.b, eps=0.1), (4,), (4,)),
+    "batch norm": (lambda m, z: F.batch_norm(z, m.mean, m.variance, m.w, m.b, eps=0.1), (4,), (4,)),
+    "instance norm": (lambda m, z: F.instance_norm(z, weight=m.w, bias=m.b, eps=0.1), (4,), (4,)),
+    "elements": (lambda m, z: m.w * z + m.b, (4, 1, 6), (1, 1, 6, 1)),
+    "elements, of other kinds": (lambda m, z: torch.sub(z, m.b).mul(m.w), (1,), (6,)),
+    "elements, from a parameter": (lambda m, z: torch.sub(m.b, z) * m.w, (6, 6), (4, 1, 1)),
+    "elements of folded rows": (lambda m, z: (z.flatten(0, 2) * m.w + m.b).view_as(z), (6,), (1, 6)),
+}
+AGAIN: dict[str, Row] = {  # what has no closed form is run again by itself
+    "addmm with factors": (lambda m, z: torch.addmm(m.b, z.flatten(1), m.w, beta=2, alpha=3), (144, 3), (3,)),
+    "add with a factor": (lambda m, z: torch.add(z, m.b, alpha=3) * m.w.exp(), (6,), (6,)),
+    "weight of all samples": (lambda m, z: z * m.w[:1].expand(len(z), 4, 1, 6) - m.b[None].sin(), (1, 4, 1, 6), (6,)),
+    "broadcast input": (lambda m, z: z.mean((1, 2, 3), keepdim=True) * m.w + m.b.exp(), (4, 6), (6,)),
+    "norm of one's own weight": (lambda m, z: F.layer_norm(z, (6,), m.w.exp(), m.b), (6,), (6,)),
+    "one weight twice": (lambda m, z: F.layer_norm(z, (6,), m.w, m.w) * m.b.exp(), (6,), (6,)),
+    "division": (lambda m, z: z / (2 + m.w) + m.b / (3 + z), (6,), (6,)),
+    "statistics of the batch, mapped": (lambda m, z: torch.einsum("nchw,wo->ncho", z, m.w) * m.b.exp(), (6, 3), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", [*FORMS, *AGAIN])
+def test_individual_gradients(tmp_path: Path, name: str) -> None:
+    net, loss_fn = Model(*(FORMS | AGAIN)[name]), nn.CrossEntropyLoss()
+    optimizer, expected = torch.optim.SGD(net.parameters(), lr=0.1), []
+    quantities = [MeanGSNR(), NormTest(), Alpha()]
+    with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "run", quantities=quantities, schedule=every(1)) as c:
+        for step in range(3):
+            x = torch.randn(N, 4, 6, 6, generator=torch.Generator().manual_seed(step))
+            y = torch.arange(N) % 3
+            batch = individual(net, x, y)
+            expected.append((oracle.mean_gsnr(batch), oracle.norm_test(batch)))
+            optimizer.zero_grad()
+            with c.track(step):
+                loss_fn(c(x), y).backward()
+            optimizer.step()
+        routes = {row.parameter: row.route for row in c.coverage()}
+    run = open_run(tmp_path / "run")
+    found = np.stack([run["mean_gsnr"]["mean_gsnr"], run["norm_test"]["norm_test"]], 1)
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+    assert (run["alpha"]["status"] <= 1).all()
+    assert routes["w"] == (CLOSED if name in FORMS and "frozen" not in name else CALLS)
+    assert routes["b"] == CLOSED or name in AGAIN
+
+
+def individual(net: nn.Module, x: Tensor, y: Tensor) -> oracle.Batch:
+    """What single samples give."""
+    parameters = dict(net.named_parameters())
+    rows = [
+        torch.autograd.grad(F.cross_entropy(net(x[k : k + 1]), y[k : k + 1]), [*parameters.values()]) for k in range(N)
+    ]
+    gradients = {name: np.stack([row[k].double().numpy() for row in rows]) for k, name in enumerate(parameters)}
+    losses = F.cross_entropy(net(x), y, reduction="none")
+    return oracle.Batch(losses.detach().double().numpy(), gradients, {}, {})
