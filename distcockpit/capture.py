@@ -37,7 +37,7 @@ from distcockpit.captured import (
     scalar_output,
 )
 from distcockpit.gradients.forms import closed_form
-from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with
+from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
@@ -177,7 +177,12 @@ class Capture:
 
     @property
     def _looks_away(self) -> bool:
-        """Whether this is not the step's own: a run of ours, or another thread that evaluates the model meanwhile."""
+        """Whether this is not the step's own: a run of ours, another thread that evaluates the model meanwhile.
+
+        Inside `torch.func.vmap` or `grad` tensors are none that could be kept.
+        """
+        if transforms():
+            return True
         if self._paused or threading.get_ident() == self._thread:
             return self._paused
         return not torch.is_grad_enabled() or self._pass is not None and self._pass.is_open

@@ -28,6 +28,7 @@ from small_models import (
     Frozen,
     HandMade,
     HeldTwice,
+    Mapped,
     Merged,
     Net,
     OwnFunction,
@@ -352,6 +353,11 @@ CASES: dict[str, Case] = {
     "a loss returned beside the scores": scores_and_loss(HandMade, group="Inputs and outputs"),
     "an autograd function of one's own": Case(
         lambda: Net(OwnFunction(), FLAT), whole=("body.weight",), group="Inputs and outputs"
+    ),
+    "vmap and grad of torch.func in forward": Case(
+        lambda: Net(Mapped(), FLAT),
+        slow=("body.energy.bias", "body.energy.weight", "body.members", "body.weight"),
+        group="Inputs and outputs",
     ),
     "nanoGPT": scores_and_loss(NanoGpt, group="Generative, written out"),
     "U-Net": Case(

@@ -266,6 +266,20 @@ class OwnFunction(nn.Module):
         return Doubled.apply(torch.tanh(x), self.weight)
 
 
+class Mapped(nn.Module):
+    """Samples by `torch.vmap`, weights of an ensemble by another, and a gradient in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.members = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(3, WIDTH))
+        self.energy = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.vmap(lambda row: torch.tanh(row * self.weight))(x)
+        x = torch.vmap(lambda member: torch.tanh(x * member))(self.members).mean(0)
+        return x - torch.vmap(torch.func.grad(lambda row: torch.tanh(self.energy(row)).sum()))(x)
+
+
 class Experts(nn.Module):
     """Tokens of all samples together, sent to one expert each."""
 

@@ -32,6 +32,11 @@ def called_with(names: Iterable[str]) -> str:
     return f"{CALLS} with {', '.join(sorted(names))}"
 
 
+def transforms() -> bool:
+    """Whether code is inside of `torch.func.vmap`, `grad` or the like, whose tensors are none that could be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Functions(nn.Module):
     """Stands for the functions that are called with these parameters.
 
@@ -137,7 +142,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_muted or func in ASKED:
+        if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
