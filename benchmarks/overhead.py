@@ -28,11 +28,7 @@ from distcockpit import presets
 
 PERIOD = 16
 EVERY_PERIOD = f"economy, every {PERIOD}th step"
-OUTSIDE = {
-    "gpt": ["positions"],
-    "gpt2": ["*.wpe"],
-    "vit": [""],
-}  # layers that no module serves, of models that are no chains
+CHAINS = ("mlp", "3c3d")  # models that BackPACK's diagonals and Cockpit can be had for
 
 
 def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
@@ -49,9 +45,7 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
         found[name] = Loop(*fresh(), folder / name, VARIANTS[name])
     if "economy" in names:
         found[EVERY_PERIOD] = Loop(*fresh(), folder / "period", presets.economy(), PERIOD)
-    if kind in OUTSIDE and "economy" in names:
-        found["economy, modules alone"] = Loop(*fresh(), folder / "fast", presets.economy(), exclude=OUTSIDE[kind])
-    if kind not in OUTSIDE and has_cockpit():
+    if kind in CHAINS and has_cockpit():
         for name in set(COCKPITS).intersection(names):
             found[f"Cockpit: {name}"] = CockpitLoop(*fresh(), name)
     return found
@@ -66,7 +60,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all measurements here")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of Cockpit's, about BackPACK's hooks
-    names = args.only or [name for name in VARIANTS if args.model not in OUTSIDE or name not in CHAINS_ONLY]
+    names = args.only or [name for name in VARIANTS if args.model in CHAINS or name not in CHAINS_ONLY]
     with tempfile.TemporaryDirectory() as folder:
         running = loops(args.model, Path(folder), names)
         steps = {}

@@ -79,11 +79,9 @@ def closed_form(recording: Recording, given: Sequence[Tensor], output: Any) -> F
     if found is None:
         return None
     rule, places, x = found
-    parts = [part for part in places.values() if part is not None]
     leaves = {local: part.name for local, part in places.items() if isinstance(part, Leaf)}
-    if not isinstance(x, Given) or any(isinstance(part, Made) for part in parts):
-        return None
-    return Form(rule, leaves, x.position) if sorted(leaves.values()) == sorted(recording.parameters) else None
+    serves_all = sorted(leaves.values()) == sorted(recording.parameters)  # also those that something was made of
+    return Form(rule, leaves, x.position) if serves_all and isinstance(x, Given) else None
 
 
 def _linear(call: _Arguments) -> Found | None:
