@@ -170,6 +170,11 @@ class Captured:
             return torch.zeros(self.batch_size, dtype=torch.float64, device=device)
         return self.scale.individual * samples_per_weight
 
+    @property
+    def tells_losses(self) -> bool:
+        """Whether individual losses are known; without weight they are zero."""
+        return self.scale.individual is not None or not self.weight
+
     def total_loss(self, samples_per_weight: float) -> Tensor | float | None:
         """The sum of l_i in the pooled meaning; ``None`` where it is not known."""
         if not self.weight:

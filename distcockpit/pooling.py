@@ -251,6 +251,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         world_size=size,
         loss=_sum_of_known([micro.total_loss(pool.samples_per_weight) for micro in captured], setup.device),
         losses=losses,
+        losses_known=all(micro.tells_losses for micro in captured),
         parameters=parameters,
         every_parameter=every_parameter,
         initial=session.initial,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 from distcockpit import quantities as q
 from distcockpit.schedules import Schedule, every
+
+Preset = Callable[[Schedule | None], list[q.Quantity]]
 
 
 def _distributed(schedule: Schedule | None) -> list[q.Quantity]:
@@ -12,6 +18,17 @@ def _distributed(schedule: Schedule | None) -> list[q.Quantity]:
     return [kind(schedule=schedule) for kind in kinds]
 
 
+def _wished(preset: Preset) -> Preset:
+    """What it returns is tracked where it can be had."""
+
+    @functools.wraps(preset)
+    def wished(schedule: Schedule | None = None) -> list[q.Quantity]:
+        return [dataclasses.replace(quantity, required=False) for quantity in preset(schedule)]
+
+    return wished
+
+
+@_wished
 def economy(schedule: Schedule | None = None) -> list[q.Quantity]:
     """What Cockpit's economy holds: first order, a few sums per layer; and what ranks can tell of each other."""
     return [
@@ -28,16 +45,19 @@ def economy(schedule: Schedule | None = None) -> list[q.Quantity]:
     ]
 
 
+@_wished
 def business(schedule: Schedule | None = None) -> list[q.Quantity]:
     """Economy and the diagonal of the curvature."""
     return [*economy(schedule), q.TICDiag(schedule=schedule), q.HessTrace(schedule=schedule)]
 
 
+@_wished
 def full(schedule: Schedule | None = None) -> list[q.Quantity]:
     """Business, the largest eigenvalue of the Hessian, and the two-dimensional histogram."""
     return [*business(schedule), q.HessMaxEV(schedule=schedule), q.GradHist2d(schedule=schedule)]
 
 
+@_wished
 def layers(schedule: Schedule | None = None) -> list[q.Quantity]:
     """Layer by layer: outputs, parameters, gradients, updates; condition numbers at every 100th step, if not told."""
     return [
@@ -63,4 +83,4 @@ def preset(name: str) -> list[q.Quantity]:
     """
     if name not in PRESETS:
         raise ValueError(f"quantities={name!r}: must be one of {list(PRESETS)}, or a list of quantities.")
-    return PRESETS[name]()
+    return PRESETS[name](None)

@@ -62,7 +62,7 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
         )
     )
     if side.starting.wants("update", "displacement") and side.start_values is not None:
-        losses = next(iter(seen.values())).losses
+        losses = next(iter(seen.values())).known_losses
         kept = [micro.batch.what_is_needed() for micro in side.captured] if side.starting.wants("update") else []
         displaced = side.starting.with_need("displacement")
         session.start = Start(stamp, side.start_values, losses, side.present.scale, kept, displaced)

@@ -299,17 +299,23 @@ class TrackedStep:
             ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
             ("loss", "the loss", all(scale.total is not None for scale in scales)),
         ):
-            if self._active.wants(need) and not known:
-                who = f"Quantities {[q.name for q in self._active.with_need(need)]} need {what}"
-                record = "call cockpit.record_losses(losses) inside `track`, with one loss per sample"
-                loss_fn, sizes = self._setup.loss_fn, [micro.batch_size for micro in captured]
-                if any(micro.losses for micro in captured):
-                    raise RuntimeError(
-                        f"{who}, but the terms of {type(loss_fn).__name__} are not those of a batch of {sizes} "
-                        f"samples. If the batch is not axis {self._setup.batch_dim} of the model's inputs, say "
-                        f"batch_dim=... or track(step, batch_size=...); else {record}."
-                    )
-                raise RuntimeError(f"{who}. Give DistCockpit the loss module (loss_fn=...), or {record}.")
+            wanting = [] if known else self._active.with_need(need)
+            required = [q.name for q in wanting if q.required]
+            if not wanting:
+                continue
+            record = "call cockpit.record_losses(losses) inside `track`, with one loss per sample"
+            why = f". Give DistCockpit the loss module (loss_fn=...), or {record}."
+            if any(micro.losses for micro in captured):
+                sizes = [micro.batch_size for micro in captured]
+                why = (
+                    f", but the terms of {type(self._setup.loss_fn).__name__} are not those of a batch of {sizes} "
+                    f"samples. If the batch is not axis {self._setup.batch_dim} of the model's inputs, say "
+                    f"batch_dim=... or track(step, batch_size=...); else {record}."
+                )
+            if required and self._session.check.last_checked < 0:
+                raise RuntimeError(f"Quantities {required} need {what}{why}")
+            names = [q.name for q in wanting]
+            self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
         """Each diagonal and each estimate that is asked for."""

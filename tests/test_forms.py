@@ -64,6 +64,7 @@ FORMS: dict[str, Row] = {
     "matmul, transposed": (lambda m, z: torch.matmul(z, m.w.mT) + m.b, (3, 6), (3,)),
     "matmul, axes exchanged": (lambda m, z: z.matmul(m.w.transpose(-1, 0)) + m.b, (3, 6), (3,)),
     "addmm": (lambda m, z: torch.addmm(m.b, z.flatten(1), m.w), (144, 3), (3,)),
+    "addmm, frozen bias": (lambda m, z: torch.addmm(m.fixed[0], z.flatten(1), m.w) + m.b, (144, 3), (3,)),
     "mm of folded rows": (lambda m, z: (z.view(-1, 6).mm(m.w) + m.b).view(len(z), -1), (6, 3), (3,)),
     "addmm of folded rows": (lambda m, z: torch.addmm(m.b, z.view(-1, 6), m.w).view(len(z), -1), (6, 3), (3,)),
     "embedding": (lambda m, z: z.mean(1)[..., None] * F.embedding(words(z), m.w) + m.b, (7, 3), (3,)),
@@ -122,6 +123,11 @@ AGAIN: dict[str, Row] = {  # what has no closed form is run again by itself
     "weight of all samples": (lambda m, z: z * m.w[:1].expand(len(z), 4, 1, 6) - m.b[None].sin(), (1, 4, 1, 6), (6,)),
     "broadcast input": (lambda m, z: z.mean((1, 2, 3), keepdim=True) * m.w + m.b.exp(), (4, 6), (6,)),
     "norm of one's own weight": (lambda m, z: F.layer_norm(z, (6,), m.w.exp(), m.b), (6,), (6,)),
+    "norm of weights that are made of one": (
+        lambda m, z: F.layer_norm(z, (6,), m.w, 2 * m.w) * m.b.exp(),
+        (6,),
+        (6,),
+    ),
     "one weight twice": (lambda m, z: F.layer_norm(z, (6,), m.w, m.w) * m.b.exp(), (6,), (6,)),
     "division": (lambda m, z: z / (2 + m.w) + m.b / (3 + z), (6,), (6,)),
     "statistics of the batch, mapped": (lambda m, z: torch.einsum("nchw,wo->ncho", z, m.w) * m.b.exp(), (6, 3), (3,)),
@@ -136,8 +142,7 @@ def test_individual_gradients(tmp_path: Path, name: str) -> None:
     quantities = [MeanGSNR(), NormTest(), Alpha()]
     with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "run", quantities=quantities, schedule=every(1)) as c:
         for step in range(3):
-            x = torch.randn(N, 4, 6, 6, generator=torch.Generator().manual_seed(step))
-            y = torch.arange(N) % 3
+            x, y = images(step), torch.arange(N) % 3
             batch = individual(net, x, y)
             expected.append((oracle.mean_gsnr(batch), oracle.norm_test(batch)))
             optimizer.zero_grad()
@@ -146,11 +151,29 @@ def test_individual_gradients(tmp_path: Path, name: str) -> None:
             optimizer.step()
         routes = {row.parameter: row.route for row in c.coverage()}
     run = open_run(tmp_path / "run")
+    alone = along(Model(*(FORMS | AGAIN)[name]), tmp_path / "alone")
+    np.testing.assert_allclose(run["alpha"]["slope_end"], alone, rtol=1e-4)
     found = np.stack([run["mean_gsnr"]["mean_gsnr"], run["norm_test"]["norm_test"]], 1)
     np.testing.assert_allclose(found, expected, rtol=2e-4)
     assert (run["alpha"]["status"] <= 1).all()
-    assert routes["w"] == (CLOSED if name in FORMS and "frozen" not in name else CALLS)
+    assert routes["w"] == (CLOSED if name in FORMS and name != "linear, frozen weight" else CALLS)
     assert routes["b"] == CLOSED or (name in AGAIN and routes["b"] == CALLS)
+
+
+def along(net: nn.Module, store: Path) -> np.ndarray:
+    """The same slopes where nothing else wants individual gradients, so that none are formed."""
+    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)
+    with DistCockpit(net, loss_fn, optimizer, store=store, quantities=[Alpha()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(images(step)), torch.arange(N) % 3).backward()
+            optimizer.step()
+    return open_run(store)["alpha"]["slope_end"].values
+
+
+def images(step: int) -> Tensor:
+    return torch.randn(N, 4, 6, 6, generator=torch.Generator().manual_seed(step))
 
 
 def individual(net: nn.Module, x: Tensor, y: Tensor) -> oracle.Batch:

@@ -80,8 +80,10 @@ def closed_form(recording: Recording, given: Sequence[Tensor], output: Any) -> F
         return None
     rule, places, x = found
     leaves = {local: part.name for local, part in places.items() if isinstance(part, Leaf)}
-    serves_all = sorted(leaves.values()) == sorted(recording.parameters)  # also those that something was made of
-    return Form(rule, leaves, x.position) if serves_all and isinstance(x, Given) else None
+    if not isinstance(x, Given) or any(isinstance(part, Made) for part in places.values()):
+        return None
+    serves_all = sorted(leaves.values()) == sorted(recording.parameters)
+    return Form(rule, leaves, x.position) if serves_all else None
 
 
 def _linear(call: _Arguments) -> Found | None:

@@ -24,6 +24,7 @@ STATUS = (
     "inputs_changed",
     "fewer_than_two_samples",
     "interrupted",
+    "losses_unknown",
 )
 OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
 ZERO_VARIANCE = 1e-10
@@ -121,13 +122,14 @@ class Alpha(Quantity):
             norm = update.norms[k]
             per_own_length = update.norm / norm.where(norm != 0, 1)
             ends = (update.start_slopes[k] * per_own_length, update.end_slopes[k] * per_own_length)
-        samples = (update.start_losses, batch.losses, *ends)
+        samples = (update.start_losses, batch.known_losses, *ends)
         sums: dict[str, Tensor | Fact] = {
             "update_norm": batch.once(norm),
             "start_n": batch.once(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
             "skipped": batch.once(update.skipped),
             "interrupted": batch.once(update.interrupted),
+            "unknown": batch.vector([not batch.losses_known])[0],
         }
         return sums | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
 
@@ -148,6 +150,8 @@ class Alpha(Quantity):
         elif totals["interrupted"]:
             alpha, status = np.nan, "interrupted"
             means[2:], variances[2:] = np.nan, np.nan
+        elif totals["unknown"]:
+            alpha, status = np.nan, "losses_unknown"
         elif min(counts) < 2:
             alpha, status = np.nan, "fewer_than_two_samples"
         else:

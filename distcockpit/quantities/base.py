@@ -38,10 +38,13 @@ class Quantity(ABC):
     Args:
         name: Name of the group in the store; the class in snake case by default.
         schedule: Steps to track; the cockpit's own schedule by default.
+        required: Whether it is an error where the loop or the model cannot have it. Quantities of a preset are not:
+            they are NaN then, and one notice says why.
     """
 
     name: str = ""
     schedule: Schedule | None = field(default=None)
+    required: bool = True
 
     source: ClassVar[str] = ""
     remembers_samples: ClassVar[bool] = False
@@ -164,7 +167,8 @@ class Quantity(ABC):
 
     def options(self) -> dict[str, str]:
         """The fields that define what is computed, for the store and for the comparison of ranks."""
-        return {f.name: _text(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        told = (f.name for f in dataclasses.fields(self) if f.name != "required")
+        return {name: _text(getattr(self, name)) for name in told}
 
     def described_group(self, model: Model) -> Group:
         """The group, with what the quantity says of itself."""

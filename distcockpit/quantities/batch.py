@@ -249,7 +249,8 @@ class LocalBatch:
     rank: int
     world_size: int
     loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if it is not known
-    losses: Tensor  # float64 [B_r]: l_i; zeros where no quantity asked for them and none are known
+    losses: Tensor  # float64 [B_r]: l_i; zeros where they are not known
+    losses_known: bool
     parameters: Mapping[str, Tensor]
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
@@ -298,6 +299,11 @@ class LocalBatch:
         device = next(iter(self.parameters.values())).device
         known = value() if callable(value) and not isinstance(value, Tensor) else value
         return Fact(torch.as_tensor(known, dtype=torch.float64, device=device))
+
+    @property
+    def known_losses(self) -> Tensor:
+        """The individual losses, NaN where they are not known; float64 ``[B_r]``."""
+        return self.losses if self.losses_known else torch.full_like(self.losses, torch.nan)
 
     def vector(self, values: Sequence[Tensor | float]) -> Tensor:
         """Numbers as float64 ``[len(values)]`` on the model's device, without waiting for the device."""

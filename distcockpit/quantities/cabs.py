@@ -45,10 +45,9 @@ class CABS(Quantity):
         """S2 per parameter group and the sum of the losses, of this rank; G and the learning rates."""
         size = batch.model.n_parameter_groups
         index = [batch.model.parameter_groups.get(name, size) for name in batch.parameters]  # size: in no group
-        assert batch.loss is not None  # it is needed
         return {
             "squares": batch.collected(batch.squared_norms, index, size + 1)[:size],
-            "loss": batch.loss,
+            "loss": batch.vector([float("nan") if batch.loss is None else batch.loss])[0],
             "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size + 1)[:size]),
             "rates": batch.once(lambda: batch.vector(batch.learning_rates)),
         }
