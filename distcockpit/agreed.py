@@ -36,6 +36,7 @@ class Setup:
     optimizers: Mapping[str, torch.optim.Optimizer]  # by name; a single one has an empty name
     trainable: frozenset[str]  # names of all trainable parameters
     raise_errors: bool  # whether faults of the environment raise at the next step
+    n_groups: Sequence[int]  # how many parameter groups each optimizer has
 
     @cached_property
     def tracked(self) -> dict[str, nn.Parameter]:
@@ -74,8 +75,9 @@ class Setup:
         return next(self.bare.parameters()).device
 
     def learning_rates(self) -> list[float | Tensor]:
-        """The present learning rate of each parameter group of the optimizers; NaN where a group has none."""
-        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        """The present learning rates of the parameter groups that there were; NaN where a group has none."""
+        pairs = zip(self.optimizers.values(), self.n_groups, strict=True)
+        groups = [group for optimizer, count in pairs for group in optimizer.param_groups[:count]]
         return [float("nan") if (rate := group.get("lr")) is None else rate for group in groups]
 
     def loss_scale(self) -> float | None:

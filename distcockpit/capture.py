@@ -69,6 +69,28 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
     return unseen
 
 
+LEAVING = ("_leave_model", "_leave_late")
+"""Hooks that are called where nothing of a mode's is being handled, so that it can be taken off."""
+
+
+def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault of ours in a hook costs the step, not the run, where steps were right before."""
+
+    @functools.wraps(hook)
+    def harmless(capture: Capture, *args: Any) -> Any:
+        if capture.fault is not None:
+            if hook.__name__ in LEAVING:
+                capture._abandon()
+            return None
+        try:
+            return hook(capture, *args)
+        except Exception as error:
+            capture.give_up(error)
+            return None
+
+    return harmless
+
+
 class Capture:
     """Collects the micro-batches of one tracked step.
 
@@ -110,6 +132,7 @@ class Capture:
         self._batch_size = batch_size
         self.arrivals = Arrivals(watch or {}, keep_left)
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
+        self.fault: Exception | None = None  # what went wrong, where that does not end the run
         self._overlap = False  # whether a pass began before an earlier one went backward
         self._paused, self._thread = False, threading.get_ident()
         self._output_gradients, self._observers = output_gradients, observers or {}
@@ -131,7 +154,6 @@ class Capture:
         self._runs = Runs(model)
         self._parameters = ""
         self.forward_seconds = 0.0
-        self.doubts: list[str] = []  # what is wrong with a loop that was right before
         self.skips = False  # whether passes had no backward and are left out
         self.tells_whole_loss = True  # whether what reached the outputs is the gradient of the losses, where looked at
 
@@ -171,6 +193,31 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
+    def give_up(self, error: Exception) -> None:
+        """Look no more: something is wrong with a loop that was right before.
+
+        Raises:
+            Exception: What it is, where no step was right before.
+        """
+        if not self._settled:
+            raise error
+        self.fault = error
+        for watch in self._watches:
+            watch.is_muted = True
+
+    @property
+    def _watches(self) -> list[Watch]:
+        """All that are on, the innermost first."""
+        found = [self._late and self._late[1], *(call.watch for call in reversed(self._calls))]
+        return [watch for watch in found if watch is not None]
+
+    def _abandon(self) -> None:
+        """Take off what was on when something went wrong."""
+        for watch in self._watches:
+            watch.leave()
+        self._late = None
+        self._calls.clear()
+
     def pause(self, paused: bool) -> None:
         """Look away, or look again."""
         self._paused = self.arrivals.paused = paused
@@ -187,6 +234,7 @@ class Capture:
             return self._paused
         return not torch.is_grad_enabled() or self._pass is not None and self._pass.is_open
 
+    @_harmless
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._looks_away:
             return
@@ -238,6 +286,7 @@ class Capture:
         """What sees the calls of functions now."""
         return self._calls[-1].watch if self._calls else self._late and self._late[1]
 
+    @_harmless
     def _enter_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called by the backward pass, as checkpointing does, which switches modes off."""
         forward, functions = self._pass, self._functions
@@ -249,6 +298,7 @@ class Capture:
             self._late = module, watch
             watch.enter()
 
+    @_harmless
     def _leave_late(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._late is not None and self._late[0] is module:
             self._late[1].leave()
@@ -281,6 +331,7 @@ class Capture:
         for micro in self.micros:
             micro.passes[:] = [each for each in micro.passes if each is not forward]
 
+    @_harmless
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._looks_away or not self._calls:
             return output
@@ -329,6 +380,7 @@ class Capture:
                 self._on_gradient(source, collector(adder(forward.output_gradients, position), view))
         return output
 
+    @_harmless
     def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """DDP may hand on copies of what the model returned, which the loss is then computed from."""
         forward = self._pass
@@ -343,6 +395,7 @@ class Capture:
             self.record_losses(loss)
 
     @_unseen
+    @_harmless
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
         if torch.is_grad_enabled() and not self._looks_away:
@@ -354,6 +407,10 @@ class Capture:
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         @_unseen
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            left(self, module, args, kwargs, output)
+
+        @_harmless
+        def left(_: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
                 return
             if module is self._model and not self._pass.is_open:
@@ -392,6 +449,7 @@ class Capture:
 
         return hook
 
+    @_harmless
     def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
         """A function was called with parameters, and with something of the batch."""
         forward, functions = self._pass, self._functions
@@ -469,6 +527,7 @@ class Capture:
         kept = {name: observe(values, axis is not None) for name, observe in mine.items()}
         use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
 
+    @_harmless
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if not torch.is_grad_enabled() or self._looks_away:
             return
@@ -490,7 +549,7 @@ class Capture:
         if self._thorough and not micro.is_one_batch:
             with undisturbed():
                 if parts.individual is not None:
-                    self._look(check_samples, module, args, kwargs, forward, self._axes.batch_dim)
+                    check_samples(module, args, kwargs, forward, self._axes.batch_dim)
                 gradients = at_outputs(output, forward)
         # Targets may be overwritten as soon as the loss is there.
         args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
@@ -545,13 +604,14 @@ class Capture:
         return self.micros[-1]
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
-        def hook(gradient: Tensor | None) -> None:
+        @_harmless
+        def hook(_: Capture, gradient: Tensor | None) -> None:
             if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
                 receive(gradient)
                 if of is not None:
                     self._runs.reach(of)
 
-        self._handles.append(tensor.register_hook(hook))
+        self._handles.append(tensor.register_hook(functools.partial(hook, self)))
 
     def uses(self) -> list[Use]:
         """The calls of layers that gradients reached, in the order of the forward passes."""
@@ -563,6 +623,8 @@ class Capture:
         Raises:
             RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
         """
+        if self.fault is not None:
+            raise self.fault
         late = [use for use in self.uses() if use.is_late and use.output_gradients]
         if self._overlap and late:
             raise RuntimeError(
@@ -570,8 +632,8 @@ class Capture:
                 "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
                 "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
             )
-        self._look(self._runs.check_layers)
-        self._look(self._runs.check_kept)
+        self._runs.check_layers()
+        self._runs.check_kept()
         self.tells_whole_loss = not self._thorough or is_whole(self.micros)
         passes = [forward for micro in self.micros for forward in micro.passes]
         self._axes.settle(self._model, passes, self._functions)
@@ -584,21 +646,8 @@ class Capture:
         strict = self._thorough and not self._settled
         captured = interpret(self.micros, self._loss, self._batch_size, strict=strict, skips=self._settled)
         if self._thorough:
-            self._look(check_factors, captured)
+            check_factors(captured)
         return captured
-
-    def _look(self, check: Callable[..., None], *args: Any) -> None:
-        """Run a check, whose error is none where steps were right before: the run shall not end for it.
-
-        Raises:
-            RuntimeError: If none was.
-        """
-        try:
-            check(*args)
-        except RuntimeError as error:
-            if not self._settled:
-                raise
-            self.doubts.append(str(error))
 
 
 _running: list[Capture] = []

@@ -216,6 +216,7 @@ class DistCockpit(Joinable):
             optimizers,
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
+            n_groups=[len(each.param_groups) for each in optimizers.values()],
         )
         recorder, run = None, None
         hosts = world.share(socket.gethostname())

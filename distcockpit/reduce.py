@@ -109,6 +109,10 @@ class Traffic:
         return buffer
 
 
+class RankFailed(RuntimeError):
+    """Another rank could not finish a tracked step, and said so in time."""
+
+
 class World:
     """The ranks whose batches are pooled.
 
@@ -255,7 +259,7 @@ class World:
                 )
         for rank, record in enumerate(records):
             if record["failed"] and rank != self.rank:
-                raise RuntimeError(
+                raise RankFailed(
                     f"Rank {rank} could not finish tracked step {int(first['step'])}; its own error says why."
                 )
         for rank, record in present:

@@ -69,6 +69,7 @@ class Session:
     _pid: int = field(default_factory=os.getpid)
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
+    _skipped: list[dict[str, Any]] = field(default_factory=list)  # the steps at which tracking stopped, and why
     _logs_handed_on: float = 0.0
     _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     _outstanding: list[Pending] = field(default_factory=list)
@@ -181,18 +182,31 @@ class Session:
                 "constructed. Construct a new one, with a new store, when they change."
             )
         trainable = {name for name, p in every.items() if p.requires_grad}
-        changed = trainable ^ self.setup.trainable
-        if changed:
+        if frozen := self.setup.trainable - trainable:
             raise RuntimeError(
-                f"track(step={step}): parameter '{min(changed)}' was frozen or unfrozen (requires_grad) after "
-                "DistCockpit was constructed. Construct a new one, with a new store, when they change."
-            )
-        now, before = len(self.setup.learning_rates()), self.setup.facts.n_parameter_groups
-        if now != before:
-            raise RuntimeError(
-                f"track(step={step}): the optimizer has {now} parameter groups, but had {before} when DistCockpit was "
+                f"track(step={step}): parameter '{min(frozen)}' was frozen (requires_grad) after DistCockpit was "
                 "constructed. Construct a new one, with a new store, when they change."
             )
+        if unfrozen := trainable - self.setup.trainable:
+            self.say_once(
+                "unfrozen",
+                f"step {step}: {len(unfrozen)} parameters, '{min(unfrozen)}' the first, are trained that were not "
+                "when DistCockpit was constructed. They are left out; construct a new one, with a new store, to "
+                "track them.",
+            )
+        for optimizer, before in zip(self.setup.optimizers.values(), self.setup.n_groups, strict=True):
+            now = len(optimizer.param_groups)
+            if now < before:
+                raise RuntimeError(
+                    f"track(step={step}): the optimizer has {now} parameter groups, but had {before} when DistCockpit "
+                    "was constructed. Construct a new one, with a new store, when they change."
+                )
+            if now > before:
+                self.say_once(
+                    "groups",
+                    f"step {step}: the optimizer has {now} parameter groups, but had {before} when DistCockpit was "
+                    "constructed; the new ones have no learning rates in the store.",
+                )
 
     def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
         """Let parents serve the parameters that their modules do not.
@@ -268,6 +282,23 @@ class Session:
         self.begin_segment(step)
         self.userlog.add(step, epoch, reduce, scalars, time.time())
         self.hand_on_logs()
+
+    def skip(self, step: int, error: BaseException) -> None:
+        """This step is not tracked, on any rank. The run goes on.
+
+        Args:
+            step: The step.
+            error: What is in the way.
+        """
+        self.start = None
+        why, topic = f"{type(error).__name__}: {error}", f"skip {type(error).__name__}"
+        if self.recorder is not None and topic not in self._said:
+            self._skipped.append({"step": step, "why": why})
+            self.recorder.describe({"skipped": list(self._skipped)})
+        self.say_once(
+            topic,
+            f"step {step} is not tracked, nor are later ones as long as this lasts; the run goes on: {why}",
+        )
 
     def may_try_again(self, previous: int, start: Start | None) -> None:
         """The step was left by an error of the loop's, which may catch it: the same step may come again.

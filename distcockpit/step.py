@@ -20,7 +20,7 @@ from distcockpit.layers import check_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
 from distcockpit.quantities.batch import Update
 from distcockpit.recorder import Stamp
-from distcockpit.reduce import TRACK, digest, record_of
+from distcockpit.reduce import TRACK, RankFailed, digest, record_of
 from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine, norm_of
 from distcockpit.sending import send
 from distcockpit.session import Session
@@ -32,6 +32,10 @@ BESIDE = (
     "It counts in gradients as a part of each sample's loss, but not in Loss, in the values of Alpha, or in curvature. "
     "To have all in all, pass loss_fn=None and call cockpit.record_losses(losses) with the whole loss of each sample."
 )
+
+
+class _NotTracked(Exception):
+    """A step that cannot be tracked, which all ranks know in time; its cause says why."""
 
 
 class TrackedStep:
@@ -52,6 +56,7 @@ class TrackedStep:
         self._values: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
+        self._fault: BaseException | None = None  # why the step is not tracked
         self._must_tell = False
         self._start: Start | None = None
         self._eager = ExitStack()
@@ -62,13 +67,18 @@ class TrackedStep:
         if self._maybe_session is not None:
             self._session, self._setup = self._maybe_session, self._maybe_session.setup
             self._previous = self._session.last_step
+            self._settled = self._session.check.last_checked >= 0  # whether an earlier step was right
             self._session.begin(self, self._step)
             try:
                 with undisturbed():
                     self._begin()
-            except BaseException:
-                self._leave()
-                raise
+            except BaseException as error:
+                if not self._may_skip(error):
+                    self._leave()
+                    raise
+                if self._capture is not None:
+                    self._capture.stop()
+                self._capture, self._fault = None, error
             self._session.clock.begin()
         return self
 
@@ -87,7 +97,10 @@ class TrackedStep:
                 self._capture.stop()
                 if kind is None:
                     with undisturbed():
-                        self._finish(self._capture)
+                        self._finish_or_skip(self._capture)
+            elif self._fault is not None and kind is None:
+                self._setup.world.refuse(record_of(TRACK, self._step))
+                self._session.skip(self._step, self._fault)
             elif self._must_tell and kind is None:
                 self._exchange(0, 0.0)
             if error is not None:
@@ -146,24 +159,50 @@ class TrackedStep:
             watch=watched,
             wrappers=setup.wrappers,
             keep_left=self._active.wants("averaged"),
-            settled=session.check.last_checked >= 0,
+            settled=self._settled,
         )
         self._capture.start()
 
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
+    def _may_skip(self, error: BaseException) -> bool:
+        """Whether what went wrong costs this step alone: the run goes on, since earlier steps were right."""
+        return isinstance(error, Exception) and self._settled
+
+    def _finish_or_skip(self, capture: Capture) -> None:
+        """Finish the step, or leave it out on all ranks.
+
+        Raises:
+            Exception: What went wrong, if it is among the first tracked steps, or the others could not be told.
+        """
+        try:
+            self._finish(capture)
+        except _NotTracked as skipped:
+            error = skipped.__cause__
+            assert error is not None
+            if not self._may_skip(error):
+                raise error from None
+            self._session.skip(self._step, error)
+
     def _finish(self, capture: Capture) -> None:
         session, setup = self._session, self._setup
         try:
             session.check_health()
-            captured = self._captured(capture)
-            curvatures = self._curvatures(captured)
-            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception:
             setup.world.refuse(record_of(TRACK, self._step))
             raise
+        try:
+            captured = self._captured(capture)
+            curvatures = self._curvatures(captured)
+            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
+        except Exception as error:
+            setup.world.refuse(record_of(TRACK, self._step))
+            raise _NotTracked from error
         update, start_stamp = self._ending
-        pool, told = self._exchange(sum(c.batch_size for c in captured), sum(c.weight for c in captured))
+        try:
+            pool, told = self._exchange(sum(c.batch_size for c in captured), sum(c.weight for c in captured))
+        except RankFailed as error:
+            raise _NotTracked from error
         session.agree_on_sizes(sizes)
         side = Side(
             self._step,
@@ -208,8 +247,6 @@ class TrackedStep:
                     "parameters, overlap_with_ddp) are not supported."
                 )
         captured = capture.finish()
-        for doubt in capture.doubts:
-            self._session.say_once("doubt", f"step {self._step}: rows are wrong from here, or since a while: {doubt}")
         if capture.skips:
             self._session.say_once(
                 "skipped",
@@ -312,7 +349,7 @@ class TrackedStep:
                     f"samples. If the batch is not axis {self._setup.batch_dim} of the model's inputs, say "
                     f"batch_dim=... or track(step, batch_size=...); else {record}."
                 )
-            if required and self._session.check.last_checked < 0:
+            if required and not self._settled:
                 raise RuntimeError(f"Quantities {required} need {what}{why}")
             names = [q.name for q in wanting]
             self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")

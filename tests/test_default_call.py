@@ -87,3 +87,116 @@ def test_what_is_asked_for_by_hand_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Quantities \['alpha'\] need individual losses"):
         train(make(), loss, tmp_path / "a", quantities=[*presets.economy()[1:], Alpha()])
     train(make(), loss, tmp_path / "b", quantities=[*presets.economy(), NormTest(name="twice")])
+
+
+class Changing(nn.Module):
+    """A body with a norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7).eval()
+        self.head, self.extra = nn.Linear(7, 3), nn.Linear(7, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.norm(self.body(x)))
+        return self.head(z) + self.extra(z)
+
+
+class Change:
+    """What a loop does differently from step 2 on; and what is tracked from there."""
+
+    def __init__(self, net: Changing, optimizer: torch.optim.Optimizer, loss_fn: nn.Module) -> None:
+        self.net, self.optimizer, self.loss_fn, self.accumulates = net, optimizer, loss_fn, False
+        self.loss: Callable[[Any], Tensor] = lambda model: loss_fn(model(V), C)
+
+    def batch_norm(self) -> None:
+        self.net.norm.train()
+
+    def exchanged_head(self) -> None:
+        torch.manual_seed(1)
+        self.net.head = nn.Linear(7, 3)
+
+    def frozen(self) -> None:
+        self.net.body.requires_grad_(False)
+
+    def unfrozen(self) -> None:
+        self.net.extra.requires_grad_(True)
+
+    def parameter_group(self) -> None:
+        self.net.extra.requires_grad_(True)
+        self.optimizer.add_param_group({"params": list(self.net.extra.parameters()), "lr": 0.3})
+
+    def another_loss(self) -> None:
+        self.loss = lambda model: F.mse_loss(model(V), V[:, :3])
+
+    def mixup(self) -> None:
+        self.loss = lambda model: 0.3 * self.loss_fn(z := model(V), C) + 0.7 * self.loss_fn(z, C.flip(0))
+
+    def micro_batches(self) -> None:
+        self.accumulates = True
+
+    def told_twice(self) -> None:
+        def loss(model: Any) -> Tensor:
+            z = model(V)
+            model.record_losses(F.cross_entropy(z, C, reduction="none"))
+            return self.loss_fn(z, C)
+
+        self.loss = loss
+
+    def half_of_the_outputs(self) -> None:
+        self.loss = lambda model: self.loss_fn(model(V)[:4], C[:4])
+
+    def no_batch(self) -> None:
+        """A call without samples that could be told apart."""
+        self.loss = lambda model: model(V.mean(0, keepdim=True)).square().sum() + self.loss_fn(model(V), C)
+
+    def gradient_in_the_loss(self) -> None:
+        def loss(model: Any) -> Tensor:
+            x = V.clone().requires_grad_()
+            value = self.loss_fn(model(x), C)
+            return value + torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
+
+        self.loss = loss
+
+
+CHANGES = [name for name, kind in vars(Change).items() if callable(kind) and not name.startswith("_")]
+
+
+def run_with_a_change(name: str, **options: Any) -> tuple[list[Tensor], list[float]]:
+    """The parameters at the end, and norms of the gradients that the optimizer got."""
+    net, loss_fn, norms = Changing(), nn.CrossEntropyLoss(), []
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    change = Change(net, optimizer, loss_fn)
+    with DistCockpit(net, loss_fn, optimizer, schedule=every(1), **options) as cockpit:
+        for step in range(6):
+            if step == 2:
+                getattr(change, name)()
+            optimizer.zero_grad()
+            n_micros = 2 if change.accumulates else 1
+            with cockpit.track(step):
+                for _ in range(n_micros):
+                    (change.loss(cockpit) / n_micros).backward()
+            own = [p.grad for part, p in net.named_parameters() if "extra" not in part and p.grad is not None]
+            norms.append(float(sum(gradient.square().sum() for gradient in own)) ** 0.5)
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()], norms
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_that_changes_goes_on(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Training is the same to the last bit; what is stored after the change is right, or not there."""
+    quantities = [*presets.economy(), NormTest(name="by_hand"), *presets.layers()]
+    with caplog.at_level("WARNING"):
+        after, norms = run_with_a_change(name, store=tmp_path / "run", quantities=quantities)
+    plain, _ = run_with_a_change(name, store="", enabled=False)
+    assert all(torch.equal(a, b) for a, b in zip(after, plain, strict=True))
+    run = open_run(tmp_path / "run")
+    steps = run["grad_norm"]["step"].values.tolist()
+    assert steps[:2] == [0, 1]
+    expected = [norms[step] for step in steps]
+    np.testing.assert_allclose(np.linalg.norm(run["grad_norm"]["grad_norm"], axis=1), expected, rtol=1e-3)
+    if steps != list(range(6)):
+        assert steps == [0, 1]
+        assert [skipped["step"] for skipped in run.attrs["skipped"]] == [2]
+        assert "step 2 is not tracked" in caplog.text

@@ -21,8 +21,10 @@ from distcockpit import DistCockpit, every, open_run
 from distcockpit.coverage import CALLS
 from distcockpit.gradients import parts
 from distcockpit.quantities import (
+    Alpha,
     GradHist1d,
     InnerTest,
+    Loss,
     MeanGSNR,
     OutputActivation,
     OutputGradientGeometry,
@@ -566,7 +568,7 @@ def test_outputs_that_differ_without_gradients(tmp_path: Path) -> None:
 
 def test_the_error_of_a_forgotten_batch_dim(tmp_path: Path) -> None:
     net, loss_fn = nn.GRU(4, 5), nn.CrossEntropyLoss()
-    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", schedule=every(1))
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Loss(), Alpha()], schedule=every(1))
     with (
         pytest.raises(RuntimeError, match=r"batch of \[7\] samples.*not axis 0.*say batch_dim="),
         cockpit.track(0),

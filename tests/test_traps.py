@@ -387,7 +387,7 @@ def test_layers_frozen_on_the_way(tmp_path: Path) -> None:
     loss_fn = nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", schedule=every(1)) as cockpit:
         net[0].weight.requires_grad_(False)
-        with pytest.raises(RuntimeError, match="'0.weight' was frozen or unfrozen"), cockpit.track(0):
+        with pytest.raises(RuntimeError, match="'0.weight' was frozen"), cockpit.track(0):
             raise AssertionError("the body must not run")
 
 
