@@ -25,7 +25,7 @@ from distcockpit.presets import preset
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
-from distcockpit.schedules import AnyOf, Schedule
+from distcockpit.schedules import AnyOf, Schedule, every
 from distcockpit.schema import NAME
 from distcockpit.sinks import Sink
 from distcockpit.wrapped import has_children, wrappers
@@ -100,7 +100,10 @@ def named_optimizers(optimizer: object) -> Optimizers:
 
 
 def chosen_quantities(
-    quantities: str | Sequence[Quantity], schedule: Schedule, optimizers: Optimizers, model: Model
+    quantities: str | Quantity | Sequence[str | Quantity],
+    schedule: Schedule | int,
+    optimizers: Optimizers,
+    model: Model,
 ) -> list[Quantity]:
     """The quantities, each with a schedule and a name of its own; the learning rates with them.
 
@@ -108,18 +111,24 @@ def chosen_quantities(
         ValueError: If two have one name, or there is none.
         TypeError: If something is no quantity, or the schedule is not callable.
     """
+    if isinstance(schedule, int) and not isinstance(schedule, bool):
+        schedule = every(schedule)
     if not callable(schedule):
-        raise TypeError(f"schedule={schedule!r}: must be a callable step -> bool, such as every(10).")
-    if isinstance(quantities, Quantity):
         raise TypeError(
-            f"quantities={type(quantities).__name__}(...): must be a list, [{type(quantities).__name__}()]."
+            f"schedule={schedule!r}: must be a callable step -> bool, such as every(10), or a number of steps."
         )
-    chosen = preset(quantities) if isinstance(quantities, str) else list(quantities)
-    if not chosen:
+    listed = [quantities] if isinstance(quantities, str | Quantity) else list(quantities)
+    if not listed:
         raise ValueError("quantities=[]: must hold at least one quantity; enabled=False turns the cockpit off.")
+    chosen = []
+    for each in listed:
+        mine = preset(each) if isinstance(each, str) else [each]
+        chosen += [q for q in mine if not isinstance(each, str) or q not in chosen]  # presets may overlap
     for quantity in chosen:
         if not isinstance(quantity, Quantity):
-            raise TypeError(f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR().")
+            raise TypeError(
+                f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR(), or names of presets."
+            )
     if len(optimizers) > 1:
         given = {q.name for q in chosen}
         held = [name for name, parameters in model.optimizers.items() if parameters]

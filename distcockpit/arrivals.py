@@ -102,6 +102,7 @@ class Arrivals:
             # A copy: DDP averages the gradient in place.
             self.gradients[name] = dense.to(kind, copy=True) if before is None else before + dense
 
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
         return hook
 
 

@@ -40,6 +40,7 @@ from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
+from distcockpit.hooks import Hook
 from distcockpit.losscheck import at_outputs, check_samples, is_whole
 from distcockpit.losses import Decomposition, decompose, is_decomposable
 from distcockpit.module_state import ModuleStates
@@ -164,24 +165,28 @@ class Capture:
         self._open = True
         _running.append(self)
         keep = self._handles.append
-        keep(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True))
+        keep(self._model.register_forward_pre_hook(Hook(self._enter_model), with_kwargs=True, prepend=True))
         for layer in self._layers:
             if layer.module is self._functions:
                 continue
             if layer.parameters:
-                keep(layer.module.register_forward_pre_hook(self._enter_rerun_layer, with_kwargs=True, prepend=True))
-            keep(layer.module.register_forward_hook(self._leave_layer(layer), with_kwargs=True, prepend=True))
-        keep(self._model.register_forward_hook(self._leave_model, prepend=False, always_call=True))
+                keep(
+                    layer.module.register_forward_pre_hook(
+                        Hook(self._enter_rerun_layer), with_kwargs=True, prepend=True
+                    )
+                )
+            keep(layer.module.register_forward_hook(Hook(self._leave_layer(layer)), with_kwargs=True, prepend=True))
+        keep(self._model.register_forward_hook(Hook(self._leave_model), prepend=False, always_call=True))
         for wrapper in self._wrappers:
-            keep(wrapper.register_forward_hook(self._leave_wrapper))
+            keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
         if self._functions is not None:
             self._handles += away(self._model, lambda: self._watch)
             for path in self._functions.owners:
                 module = self._model.get_submodule(path)
-                keep(module.register_forward_pre_hook(self._enter_late, with_kwargs=True, prepend=True))
-                keep(module.register_forward_hook(self._leave_late, always_call=True))
+                keep(module.register_forward_pre_hook(Hook(self._enter_late), with_kwargs=True, prepend=True))
+                keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
         if self._loss.module is not None and is_decomposable(self._loss.module):
-            keep(self._loss.module.register_forward_hook(self._leave_loss, with_kwargs=True, prepend=True))
+            keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
 
     def stop(self) -> None:

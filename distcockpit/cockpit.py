@@ -78,8 +78,8 @@ class DistCockpit(Joinable):
             closure: its first call at each step is tracked.
         store: Where the Zarr store is: a path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or any
             ``zarr.abc.store.Store``.
-        quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of quantities.
-        schedule: Steps to track, for quantities without a schedule of their own.
+        quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of names and quantities.
+        schedule: Steps to track, for quantities without a schedule of their own; 10 is ``every(10)``.
         mode: "w-" refuses an existing run, "w" replaces one, "a" resumes it, or begins it where there is none: rows of
             steps that are tracked or logged again are dropped, and the rest goes on; see :meth:`load_state_dict`.
         process_group: The data-parallel group; that of the DDP model by default.
@@ -132,8 +132,8 @@ class DistCockpit(Joinable):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         *,
         store: str | os.PathLike[str] | Store,
-        quantities: str | Sequence[Quantity] = "economy",
-        schedule: Schedule = every(10),  # noqa: B008 - frozen
+        quantities: str | Quantity | Sequence[str | Quantity] = "economy",
+        schedule: Schedule | int = every(10),  # noqa: B008 - frozen
         mode: str = "w-",
         process_group: Any = None,
         enabled: bool = True,

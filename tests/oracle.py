@@ -101,7 +101,7 @@ def grad_hist_2d(batch: Batch, grad_edges: np.ndarray, param_edges: np.ndarray, 
 
 def mean_gsnr(batch: Batch, epsilon: float = 1e-5) -> float:
     g = batch.flat
-    return float(np.mean(g.mean(0) ** 2 / (g.var(0) + epsilon)))
+    return float(np.mean(g.mean(0) ** 2 / (g.var(0) + epsilon))) if len(g) > 1 else float("nan")
 
 
 def alpha(start: Batch, end: Batch) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run, presets
-from distcockpit.quantities import Alpha, NormTest
+from distcockpit.quantities import Alpha, MeanGSNR, NormTest
 
 X, Y = torch.arange(48).view(8, 6) * 7 % 11, torch.arange(48).view(8, 6) * 5 % 11
 V, C = torch.sin(torch.arange(40.0)).view(8, 5), torch.arange(8) % 3
@@ -200,3 +201,35 @@ def test_a_run_that_changes_goes_on(tmp_path: Path, name: str, caplog: pytest.Lo
         assert steps == [0, 1]
         assert [skipped["step"] for skipped in run.attrs["skipped"]] == [2]
         assert "step 2 is not tracked" in caplog.text
+
+
+def test_the_model_is_copied_and_saved_inside_of_a_step(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """An average of the weights begins, or a checkpoint is written, wherever the loop likes."""
+    net = Changing()
+    with DistCockpit(net, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(2):
+            with cockpit.track(step):
+                loss = F.cross_entropy(cockpit(V), C)
+                copied = copy.deepcopy(net)
+                torch.save(net, tmp_path / "model.pt")
+                loss.backward()
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded):
+        assert torch.equal(other(V), net(V))
+    assert open_run(tmp_path / "run")["norm_test"].sizes["step"] == 2
+    assert not recwarn.list
+
+
+def test_arguments_as_people_write_them(tmp_path: Path) -> None:
+    given = {"a": "layers", "b": ["economy", "layers", "economy"], "c": MeanGSNR(), "d": ["layers", MeanGSNR()]}
+    for name, quantities in given.items():
+        net = Changing()
+        with DistCockpit(net, store=tmp_path / name, quantities=quantities, schedule=2) as cockpit:
+            for step in range(4):
+                with cockpit.track(step):
+                    F.cross_entropy(cockpit(V[: 1 if step else None]), C[: 1 if step else None]).backward()
+        run = open_run(tmp_path / name)
+        assert ("norm_test" in run) == (name == "b") and ("output_norm" in run) == (name != "c")
+        if name in "cd":
+            assert run["mean_gsnr"]["step"].values.tolist() == [0, 2]
+            assert np.isnan(run["mean_gsnr"]["mean_gsnr"].values).tolist() == [False, True]

@@ -152,7 +152,7 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
     "bad name": (lambda p: MeanGSNR(name="a/b"), ValueError, ["'a/b'", "letters"]),
     "the name of the user's group": (lambda p: MeanGSNR(name="log"), ValueError, ["'log'"]),
     "schedule that is no callable": (lambda p: MeanGSNR(schedule=10), TypeError, ["10", "every(10)"]),
-    "default schedule": (lambda p: construct(p, schedule=10), TypeError, ["schedule=10", "every(10)"]),
+    "default schedule": (lambda p: construct(p, schedule="10"), TypeError, ["schedule='10'", "every(10)"]),
     "negative epsilon": (lambda p: MeanGSNR(epsilon=-1.0), ValueError, ["epsilon=-1.0"]),
     "no bins": (lambda p: GradHist1d(bins=0), ValueError, ["bins=0"]),
     "empty range": (lambda p: GradHist1d(range=(1, 1)), ValueError, ["range=(1, 1)", "low < high"]),

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distcockpit.gradients.forms import FUNCTIONS
 from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
 from distcockpit.gradients.uses import CALLS, Layer
+from distcockpit.hooks import Hook
 from distcockpit.rng import RandomState
 from distcockpit.trees import map_tensors, tensors
 
@@ -287,6 +288,6 @@ def away(model: nn.Module, watch: Callable[[], Watch | None]) -> list[Any]:
                     gone[-1].mark(tensors(output))
                     gone.pop().resume()
 
-            handles.append(module.register_forward_pre_hook(leave, prepend=True))
-            handles.append(module.register_forward_hook(back, prepend=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(Hook(leave), prepend=True))
+            handles.append(module.register_forward_hook(Hook(back), prepend=True, always_call=True))
     return handles

@@ -75,8 +75,8 @@ class Rule(ABC):
     """How the individual gradients of some parameters follow from a :class:`Use`."""
 
     def takes(self, axis: Axis, n_axes: int) -> bool:
-        """Whether it serves a call whose output has as many axes, and the batch there: in front of the last one."""
-        return axis is not None and place(axis) < n_axes - 1
+        """Whether it serves a call whose output has as many axes, and the batch there."""
+        return axis is not None
 
     def factors(self, use: Use) -> dict[str, Factors]:
         """The parameters whose individual gradients are sums of outer products, by local name."""

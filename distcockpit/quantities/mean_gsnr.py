@@ -22,7 +22,7 @@ class MeanGSNR(Quantity):
 
     Liu et al. 2020, "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters",
     arXiv:2001.07384. Unitless; large early in the training of networks that generalize, towards 0 when noise
-    dominates. NaN for N = 0. The two terms of the variance are subtracted in float64.
+    dominates. NaN for N < 2. The two terms of the variance are subtracted in float64.
 
     Args:
         epsilon: Added to the variance, at least 0.
@@ -57,4 +57,4 @@ class MeanGSNR(Quantity):
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The mean."""
-        return {"mean_gsnr": totals["ratio"] / totals["elements"] if n else np.nan}
+        return {"mean_gsnr": totals["ratio"] / totals["elements"] if n > 1 else np.nan}
