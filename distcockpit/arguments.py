@@ -380,35 +380,48 @@ def description(
     return agreed
 
 
-def check_needs(
+def available(
     quantities: Sequence[Quantity],
     bare: nn.Module,
     loss_fn: nn.Module | None,
     optimizers: Optimizers,
-) -> None:
-    """Whether there is what the quantities need. For curvature, raises as ``Diagonals.check_support``.
+) -> tuple[list[Quantity], list[str]]:
+    """The quantities that can be had, and why others of a preset cannot.
 
     Raises:
-        ValueError: If the loss module or the optimizer is missing.
+        ValueError: If one that is required cannot; for curvature, as ``Diagonals.check_support``.
     """
+    found, missing = [], []
     for quantity in quantities:
-        needs = quantity.needs
-        if needs.curvature is not None:
-            Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
-        if needs.trace is not None:
-            hutchinson.check_support(quantity.name, needs.trace, loss_fn)
-        differentiated = needs.eigenvalue is not None or needs.trace is not None
-        if differentiated and loss_fn is not None and not is_decomposable(loss_fn):
-            raise ValueError(
-                f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
-                f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
-                "module, or leave the quantity out."
-            )
-        if needs.optimizer and not optimizers:
-            raise ValueError(
-                f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
-                "optimizer, or leave the quantity out."
-            )
+        try:
+            _check_needs(quantity, bare, loss_fn, optimizers)
+        except ValueError as error:
+            if quantity.required:
+                raise
+            missing.append(f"{quantity.name} is left out: {error}")
+        else:
+            found.append(quantity)
+    return found, missing
+
+
+def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None, optimizers: Optimizers) -> None:
+    needs = quantity.needs
+    if needs.curvature is not None:
+        Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
+    if needs.trace is not None:
+        hutchinson.check_support(quantity.name, needs.trace, loss_fn)
+    differentiated = needs.eigenvalue is not None or needs.trace is not None
+    if differentiated and loss_fn is not None and not is_decomposable(loss_fn):
+        raise ValueError(
+            f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
+            f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
+            "module, or leave the quantity out."
+        )
+    if needs.optimizer and not optimizers:
+        raise ValueError(
+            f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
+            "optimizer, or leave the quantity out."
+        )
 
 
 def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:

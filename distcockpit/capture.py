@@ -33,7 +33,6 @@ from distcockpit.captured import (
     comes_from,
     interpret,
     received,
-    returned_any,
     scalar_output,
 )
 from distcockpit.gradients.forms import closed_form
@@ -41,8 +40,9 @@ from distcockpit.gradients.functions import Functions, Watch, away, batched, cal
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.hooks import Hook
-from distcockpit.losscheck import at_outputs, check_samples, is_whole
-from distcockpit.losses import Decomposition, decompose, is_decomposable
+from distcockpit.loss_calls import LossCalls
+from distcockpit.losscheck import is_whole
+from distcockpit.losses import is_decomposable
 from distcockpit.module_state import ModuleStates
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
@@ -52,11 +52,6 @@ from distcockpit.trees import map_tensors, tensors
 
 Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
 """What to keep of an output, and of which layers."""
-
-TOLD_TWICE = (
-    "{} for the same forward pass, so that the losses of its samples are told twice. Tell them once: by the loss "
-    "module (loss_fn=...), or loss_fn=None and one record_losses(losses) per forward pass, with their weighted sum."
-)
 
 
 def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
@@ -143,6 +138,7 @@ class Capture:
         self._batch: list[Tensor] = []  # what it was given
         self._calls: list[_Call] = []  # of the model, that have not returned
         self._handles: list[Any] = []
+        self._told = LossCalls(loss, self.micros, thorough, axes.batch_dim, self._on_gradient)
         self._gradients = Copies()
         self._before: dict[int, _Before] = {}
         self._open = False
@@ -534,79 +530,14 @@ class Capture:
 
     @_harmless
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        if not torch.is_grad_enabled() or self._looks_away:
-            return
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"loss_fn={type(module).__name__} returned {type(output).__name__}: must be a tensor. Pass "
-                "loss_fn=None and call cockpit.record_losses(losses) with one loss per sample."
-            )
-        if not output.requires_grad:
-            return
-        micro = self._current_micro(f"{type(module).__name__} was called")
-        owners = [forward for forward in micro.passes if returned_any(forward, (args, kwargs))]
-        forward = owners[0] if len(owners) == 1 else micro.passes[-1]
-        with torch.no_grad():
-            parts = decompose(module, args, kwargs, forward.batch_size, forward.output, self._axes.batch_dim)
-        if any(call.recorded for call in micro.losses):
-            raise RuntimeError(TOLD_TWICE.format(f"{type(module).__name__} was called after record_losses"))
-        gradients: dict[int, Tensor] = {}
-        if self._thorough and not micro.is_one_batch:
+        if torch.is_grad_enabled() and not self._looks_away:
             with undisturbed():
-                if parts.individual is not None:
-                    check_samples(module, args, kwargs, forward, self._axes.batch_dim)
-                gradients = at_outputs(output, forward)
-        # Targets may be overwritten as soon as the loss is there.
-        args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
-        of = forward if len(owners) == 1 else None
-        call = LossCall(args, kwargs, parts, output.detach().clone(), of=of, at_outputs=gradients)
-        micro.losses.append(call)
-        self._on_gradient(output, lambda g: _accumulate(call, g), call)
+                self._told.heard(module, args, kwargs, output)
 
+    @_harmless
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
-        """Losses of the latest forward pass, as the user says; see ``DistCockpit.record_losses``.
-
-        Raises:
-            ValueError: If the shape is another, or ``divisor`` is given where it is measured.
-            RuntimeError: If they are known already.
-        """
-        micro = self._current_micro("record_losses was called")
-        if micro.losses:
-            raise RuntimeError(TOLD_TWICE.format("record_losses was called after the loss module, or twice"))
-        expected = micro.passes[-1].batch_size
-        if losses.shape not in ((expected,), ()):
-            raise ValueError(
-                f"record_losses(losses): losses has shape {tuple(losses.shape)}, but must hold one loss for each of "
-                f"the {expected} samples, shape ({expected},), or be the loss of all of them, without axes."
-            )
-        if losses.requires_grad and micro.passes[-1].went_backward:
-            raise RuntimeError(
-                "record_losses was called after the backward pass, so that factors on the loss cannot be measured. "
-                "Call it before backward(), or with losses.detach() if there is no factor."
-            )
-        if losses.dim() and losses.requires_grad and divisor is not None:
-            raise ValueError(
-                f"record_losses(divisor={divisor!r}): what individual losses are divided by is measured where they are "
-                "differentiated. Leave it out, or give losses.detach()."
-            )
-        individual = losses.detach().double() if losses.dim() else None
-        given = self._loss.weight if weight is None else weight
-        weight = float(expected if given is None else given)
-        divisor = weight if divisor is None else float(divisor)
-        total = losses.detach().double() * divisor if individual is None else individual.sum()
-        parts = Decomposition(total, individual, divisor, is_sum=False)
-        call = LossCall((), {}, parts, losses.detach().clone(), weight=weight)
-        micro.losses.append(call)
-        if losses.requires_grad:
-            self._on_gradient(losses, lambda g: _accumulate(call, g), call)
-
-    def _current_micro(self, event: str) -> Micro:
-        if not self.micros:
-            raise RuntimeError(
-                f"{event} inside `track` before the model was. Call the model through the cockpit, `cockpit(x)`, or "
-                "call the very module that was given to DistCockpit, inside `with cockpit.track(step)`."
-            )
-        return self.micros[-1]
+        """Losses of the latest forward pass, as the user says; see `LossCalls.record`."""
+        self._told.record(losses, weight, divisor)
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         @_harmless
@@ -703,7 +634,3 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors(tree) if not tensor.is_inference()]
-
-
-def _accumulate(target: LossCall, gradient: Tensor) -> None:
-    target.factor = gradient.detach() if target.factor is None else target.factor + gradient.detach()

@@ -106,6 +106,11 @@ class LossCall:
     factor: Tensor | None = None  # gradient that reached the loss: a number, or one per recorded loss
     at_outputs: dict[int, Tensor] = field(default_factory=dict)  # its gradient at the outputs of the pass, if looked at
 
+    def receive(self, gradient: Tensor) -> None:
+        """A gradient reached the loss."""
+        gradient = gradient.detach()
+        self.factor = gradient if self.factor is None else self.factor + gradient
+
     @property
     def recorded(self) -> bool:
         """Whether the user told these losses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Generator, Mapping, Sequence
@@ -21,13 +22,13 @@ from distcockpit.announcement import announce
 from distcockpit.arguments import (
     Optimizers,
     attributes,
+    available,
     bare_module,
     check_batch,
     check_choice,
     check_counts,
     check_epoch,
     check_loss_and_optimizers,
-    check_needs,
     check_options,
     check_positive,
     check_seconds,
@@ -57,6 +58,8 @@ from distcockpit.step import TrackedStep
 from distcockpit.store import MODES, RunStore
 from distcockpit.wrapped import wrappers
 from distcockpit.writer import Pace
+
+logger = logging.getLogger(__name__)
 
 ON_ERROR = ("warn", "raise")
 FALLBACK = ("warn", "error")
@@ -193,7 +196,7 @@ class DistCockpit(Joinable):
             facts = model_facts(bare, layers, optimizers, world.size)
             chosen = chosen_quantities(quantities, schedule, optimizers, facts)
             check_batchnorm(batchnorms(bare), track_batchnorm)
-            check_needs(chosen, bare, loss_fn, optimizers)
+            chosen, missing = available(chosen, bare, loss_fn, optimizers)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
@@ -236,6 +239,8 @@ class DistCockpit(Joinable):
                     started.pop_all()
                 recorder = Recorder(run, pace, facts, sinks)
                 announce(chosen, groups, name, world.size)
+                for why in missing:
+                    logger.warning("distcockpit: %s", why)
         first = world.share(None if run is None else run.first_step)[0]
         self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, holds_from=first)
 

@@ -233,3 +233,13 @@ def test_arguments_as_people_write_them(tmp_path: Path) -> None:
         if name in "cd":
             assert run["mean_gsnr"]["step"].values.tolist() == [0, 2]
             assert np.isnan(run["mean_gsnr"]["mean_gsnr"].values).tolist() == [False, True]
+
+
+def test_a_preset_without_what_the_model_cannot_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Diagonals of the curvature want the loss module, and a chain of modules."""
+    with caplog.at_level("WARNING"):
+        train(Gpt(), LOOPS["a model that returns its loss"][1], tmp_path / "run", quantities="business")
+    run = open_run(tmp_path / "run")
+    assert run["norm_test"].sizes["step"] == 4 and "hess_trace" not in run and "tic_diag" not in run
+    said = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
+    assert [text.split()[1] for text in said] == ["tic_diag", "hess_trace"]

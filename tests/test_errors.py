@@ -112,7 +112,7 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ["ignore_index=3", "diag_ggn_exact"],
     ),
     "curvature without a loss": (
-        lambda p: construct(p, loss_fn=None, quantities="business"),
+        lambda p: construct(p, loss_fn=None, quantities=[HessTrace()]),
         ValueError,
         ["None", "CrossEntropyLoss", "MSELoss"],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -376,18 +377,22 @@ class Growing(Skips):
         return self.head(self.scale * self.two(self.second(self.one(self.first(x)))) + x)
 
 
-@pytest.mark.parametrize("factor, at", [(2.0, 0), (1.0, 1)])
-def test_a_converted_form_that_is_not_the_model(tmp_path: Path, factor: float, at: int) -> None:
+def test_a_converted_form_that_is_not_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first step an error, later a notice."""
     net, loss_fn, (x, y) = Growing(), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
-    net.factor = factor
-    chosen = [q.HessTrace(curvature="diag_ggn_exact")]
-    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))
-    for step in range(at):
-        with cockpit.track(step):
-            loss_fn(cockpit(x), y).backward()
-    net.factor = 2.0
-    with pytest.raises(RuntimeError, match="converted form of the model .* not .*hutchinson_ggn"), cockpit.track(at):
+    options = {"quantities": [q.HessTrace(curvature="diag_ggn_exact")], "schedule": every(1)}
+    why = "converted form of the model .* not .*hutchinson_ggn"
+    cockpit = DistCockpit(net, loss_fn, store=tmp_path / "a", **options)
+    with pytest.raises(RuntimeError, match=why), cockpit.track(0):
         loss_fn(cockpit(x), y).backward()
+    net.factor = 1.0
+    with DistCockpit(net, loss_fn, store=tmp_path / "b", **options) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+            net.factor = 2.0
+    assert re.search(f"step 1 is not tracked.*{why}", caplog.text)
+    assert open_run(tmp_path / "b")["hess_trace"]["step"].values.tolist() == [0]
 
 
 def test_a_diagonal_of_the_converted_form_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
