@@ -370,7 +370,7 @@ def test_what_the_converter_cannot_do_is_said(tmp_path: Path) -> None:
 class Growing(Skips):
     """Scales by a number that changes, which the converter takes for a constant."""
 
-    scale = 1.0
+    scale, factor = 1.0, 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale *= self.factor
