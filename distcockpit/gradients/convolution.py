@@ -52,7 +52,9 @@ class ConvolutionRule(Rule):
             return {}
         places, seen = self._sides(use)
         width = math.prod(self.shape[1:])
-        factors = Factors(places.transpose(1, 2), lambda s: self._windows(seen[s]).transpose(1, 2), width)
+        factors = Factors(
+            places.transpose(1, 2), lambda s: self._windows(seen[s]).transpose(1, 2), width, are_windows=True
+        )
         return {"weight": factors}
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:

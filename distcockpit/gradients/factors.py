@@ -19,11 +19,13 @@ class Factors:
         delta: Output gradients, ``[B, T, O]``.
         inputs: Maps a range of samples to their inputs, ``[n, T, I]``.
         n_inputs: I.
+        are_windows: Whether the inputs are copies of what overlaps, which take longer to make than to multiply.
     """
 
     delta: Tensor
     inputs: Callable[[slice], Tensor]
     n_inputs: int
+    are_windows: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -35,7 +35,16 @@ def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> 
                 uses[name].append((use, local))
     found = {name: [rule_of(use).factors(use).get(local) for use, local in uses[name]] for name in names}
     alone = {name: factors[0] for name, factors in found.items() if len(factors) == 1 and factors[0] is not None}
-    return {name: factors for name, factors in alone.items() if factors.sizes[0] > 1}
+    return {
+        name: factors
+        for name, factors in alone.items()
+        if factors.sizes[0] > 1 and not factors.are_windows and _pays(*factors.sizes)
+    }
+
+
+def _pays(t: int, o: int, i: int) -> bool:
+    """Whether two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
+    return t == 1 or t * (o + i) < o * i
 
 
 class RoundedNorms(SquaredNorms):
@@ -52,8 +61,8 @@ class RoundedNorms(SquaredNorms):
         self._squares: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # of the rows of both factors
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Where two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
-        return t == 1 or t * (o + i) < o * i
+        """Where they pay."""
+        return _pays(t, o, i)
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_st <delta_is, delta_it> <x_is, x_it>``; infinite if these overflow."""

@@ -170,7 +170,9 @@ class Use:
     @property
     def input(self) -> Tensor:
         """The input of a layer with one input, ``[B, *]``; its batch axis is that of the output."""
-        return to_front(tensors((self.args, self.kwargs))[self.source].detach(), self.axes[0])
+        if self.layer.function:  # the recorded call, and the tensors that it was given
+            return to_front(self.args[1 + self.source].detach(), self.axes[0])
+        return to_front(tensors((self.args, self.kwargs))[0].detach(), self.axes[0])
 
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """The same call, for these parameters of its layer."""

@@ -228,7 +228,8 @@ class _Group:
     def _products(self, name: str, factors: Factors) -> Iterator[tuple[slice, slice, str, Tensor]]:
         """Of one parameter, multiplied a few rows at a time, so that its statistics read them from the cache."""
         (t, o, i), shape = factors.sizes, self._values[name].shape
-        most = min(CACHED_ELEMENTS, self._block_elements) if factors.delta.is_cpu else self._block_elements
+        cached = factors.delta.is_cpu and not factors.are_windows
+        most = min(CACHED_ELEMENTS, self._block_elements) if cached else self._block_elements
         for samples in self._pieces(t * (o + i)):
             delta, x = factors.of(samples)
             rows = max(FEWEST_ROWS, most // (len(x) * i or 1))
