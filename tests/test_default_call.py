@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -243,3 +244,33 @@ def test_a_preset_without_what_the_model_cannot_have(tmp_path: Path, caplog: pyt
     assert run["norm_test"].sizes["step"] == 4 and "hess_trace" not in run and "tic_diag" not in run
     said = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
     assert [text.split()[1] for text in said] == ["tic_diag", "hess_trace"]
+
+
+def told_twice_on_one_rank(rank: int, size: int, group: Any, store: str) -> list[float]:
+    """At step 2 the last rank tells its losses twice."""
+    torch.manual_seed(0)
+    net, loss_fn = mlp(), nn.CrossEntropyLoss()
+    optimizer, norms = torch.optim.SGD(net.parameters(), lr=0.1), []
+    options: dict[str, Any] = {"quantities": ["economy", NormTest(name="by_hand")], "schedule": every(1)}
+    with DistCockpit(net, loss_fn, optimizer, store=store, process_group=group, **options) as cockpit:
+        for step in range(5):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                z = cockpit(V)
+                if step == 2 and rank == size - 1:
+                    cockpit.record_losses(F.cross_entropy(z, C, reduction="none"))
+                loss_fn(z, C).backward()
+            norms.append(float(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)))
+            optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_is_left_out_on_all_ranks(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    said = ranks.run(size, told_twice_on_one_rank, str(tmp_path / "run"))
+    assert all(len(norms) == 5 for norms in said)
+    run = open_run(tmp_path / "run")
+    assert run["by_hand"]["step"].values.tolist() == [0, 1, 3, 4] and not run["by_hand"]["by_hand"].isnull().any()
+    assert run["alpha"]["step"].values.tolist() == [0, 3]
+    (skipped,) = run.attrs["skipped"]
+    assert skipped["step"] == 2 and f"Rank {size - 1} could not finish tracked step 2" in skipped["why"]

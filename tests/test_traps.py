@@ -520,7 +520,6 @@ def test_what_log_and_track_refuse(tmp_path: Path, call: Any, words: str) -> Non
         ({"include": "0"}, "include='0'"),
         ({"exclude": ["nonexistent"]}, "'nonexistent' matches no layer"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
-        ({"quantities": MeanGSNR()}, r"\[MeanGSNR\(\)\]"),
     ],
 )
 def test_what_the_constructor_refuses(tmp_path: Path, options: dict, words: str) -> None:
