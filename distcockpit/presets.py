@@ -82,5 +82,5 @@ def preset(name: str) -> list[q.Quantity]:
         ValueError: If there is none.
     """
     if name not in PRESETS:
-        raise ValueError(f"quantities={name!r}: must be one of {list(PRESETS)}, or a list of quantities.")
+        raise ValueError(f"quantities={name!r}: must be one of {list(PRESETS)}, or a list of these and of quantities.")
     return PRESETS[name](None)

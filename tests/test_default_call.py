@@ -270,7 +270,7 @@ def test_a_step_is_left_out_on_all_ranks(ranks: Ranks, tmp_path: Path, size: int
     said = ranks.run(size, told_twice_on_one_rank, str(tmp_path / "run"))
     assert all(len(norms) == 5 for norms in said)
     run = open_run(tmp_path / "run")
-    assert run["by_hand"]["step"].values.tolist() == [0, 1, 3, 4] and not run["by_hand"]["by_hand"].isnull().any()
+    assert run["by_hand"]["step"].values.tolist() == [0, 1, 3, 4] and not run["by_hand"]["norm_test"].isnull().any()
     assert run["alpha"]["step"].values.tolist() == [0, 3]
     (skipped,) = run.attrs["skipped"]
     assert skipped["step"] == 2 and f"Rank {size - 1} could not finish tracked step 2" in skipped["why"]
