@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.coverage import CALLS, CLOSED
@@ -277,3 +278,31 @@ def test_an_error_in_the_forward_leaves_no_mode_behind(tmp_path: Path) -> None:
         assert _get_current_function_mode() is mine
     expected = oracle.mean_gsnr(individual(net, x, y))
     np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], [expected], rtol=2e-4)
+
+
+class Checkpointed(nn.Module):
+    """Modules that the backward pass calls again, one of them with parameters of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.reentrant = Model(lambda m, z: z * m.p + m.q), reentrant
+        self.body = nn.Sequential(self.block, nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpoints_call_again_is_seen_and_the_mode_comes_off(tmp_path: Path, reentrant: bool) -> None:
+    net, loss_fn, expected = Checkpointed(reentrant), nn.CrossEntropyLoss(), []
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[NormTest()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            x, y = data(step)
+            expected.append(oracle.norm_test(individual(net.body, x, y)))
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+                assert _get_current_function_mode() is None
+        routes = {row.parameter: row.route for row in cockpit.coverage()}
+    assert routes["block.p"] == CALLS and routes["block.mix.weight"] == CLOSED
+    np.testing.assert_allclose(open_run(tmp_path / "run")["norm_test"]["norm_test"], expected, rtol=2e-4)
