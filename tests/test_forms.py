@@ -121,6 +121,11 @@ AGAIN: dict[str, Row] = {  # what has no closed form is run again by itself
     "addmm with factors": (lambda m, z: torch.addmm(m.b, z.flatten(1), m.w, beta=2, alpha=3), (144, 3), (3,)),
     "add with a factor": (lambda m, z: torch.add(z, m.b, alpha=3) * m.w.exp(), (6,), (6,)),
     "weight of all samples": (lambda m, z: z * m.w[:1].expand(len(z), 4, 1, 6) - m.b[None].sin(), (1, 4, 1, 6), (6,)),
+    "a weight in front of the batch": (
+        lambda m, z: (z.flatten(2).transpose(0, 1) * m.w).transpose(0, 1) * m.b.exp(),
+        (4, 1, 1),
+        (36,),
+    ),
     "broadcast input": (lambda m, z: z.mean((1, 2, 3), keepdim=True) * m.w + m.b.exp(), (4, 6), (6,)),
     "norm of one's own weight": (lambda m, z: F.layer_norm(z, (6,), m.w.exp(), m.b), (6,), (6,)),
     "norm of weights that are made of one": (
