@@ -11,6 +11,10 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Needs
 
 
+OF_SAMPLES = ("loss", "losses", "mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
+"""The needs that individual gradients, or losses of samples, serve."""
+
+
 class Active:
     """Some of the quantities, with their needs, which are asked for once.
 
@@ -45,6 +49,13 @@ class Active:
     def with_need(self, need: str) -> list[Quantity]:
         """The quantities that have this need."""
         return [q for q in self.quantities if getattr(self.needs[q.name], need)]
+
+    @property
+    def with_individual_gradients(self) -> list[Quantity]:
+        """The quantities that follow from individual gradients, or from losses of samples."""
+        needing = {q.name for need in OF_SAMPLES for q in self.with_need(need)}
+        own = {q.name for q in self.quantities if type(q).statistics is not Quantity.statistics}
+        return [q for q in self.quantities if q.name in needing | own]
 
     @cached_property
     def subtracts_squares(self) -> bool:

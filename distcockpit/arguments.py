@@ -20,7 +20,6 @@ from distcockpit.coverage import Coverage
 from distcockpit.curvature import Diagonals
 from distcockpit.gradients.uses import Layer
 from distcockpit.layers import ACTIVATIONS, is_unit
-from distcockpit.losses import is_decomposable
 from distcockpit.presets import preset
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -30,6 +29,7 @@ from distcockpit.schema import NAME
 from distcockpit.sinks import Sink
 from distcockpit.wrapped import has_children, wrappers
 
+REDUCTIONS = ("mean", "sum", "batchmean")
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -411,7 +411,7 @@ def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None,
     if needs.trace is not None:
         hutchinson.check_support(quantity.name, needs.trace, loss_fn)
     differentiated = needs.eigenvalue is not None or needs.trace is not None
-    if differentiated and loss_fn is not None and not is_decomposable(loss_fn):
+    if differentiated and loss_fn is not None and getattr(loss_fn, "reduction", None) not in REDUCTIONS:
         raise ValueError(
             f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
             f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "

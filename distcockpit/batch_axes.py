@@ -23,6 +23,7 @@ from distcockpit.gradients.functions import Functions, Watch, called_with, watch
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
 from distcockpit.layers import training_batchnorms
 from distcockpit.module_state import ModuleStates
+from distcockpit.objective import terms_inside
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
 
@@ -66,6 +67,7 @@ class BatchAxes:
         self.failed = False  # whether the model could not be called with one sample more
         self.is_settled = False  # whether another look would teach nothing
         self._known: dict[str, list[tuple[int | Merged | None, ...]]] = {}  # by module, one entry per call
+        self.of_terms: dict[tuple[Any, ...], Axis] = {}  # where the batch is in the terms of losses in the loop
         self._met_unknown = True
 
     def batch_size(self, tree: Any) -> int | None:
@@ -83,9 +85,6 @@ class BatchAxes:
         first = next((forward for forward in passes if forward.batch_size), None)
         if self._met_unknown and first is not None and not self.failed and not self.is_settled:
             self._look(model, first, passes, functions)
-        for forward in passes:
-            known = next(iter(self._known.get("", [])), ())
-            forward.is_prediction = 0 <= forward.loss_position < len(known) and known[forward.loss_position] is not None
 
     def _look(
         self, model: nn.Module, first: ForwardPass, passes: Sequence[ForwardPass], functions: Functions | None
@@ -113,6 +112,9 @@ class BatchAxes:
     def _settle_uses(self, forward: ForwardPass) -> None:
         for use in forward.uses:
             use.settle(self.of(use.key, use.call, use.shapes, forward.batch_size, use.given, forward.folds))
+        for each in forward.reductions:
+            shapes = [each.terms.shape]
+            (each.axis,) = self.of(each.key, each.call, shapes, forward.batch_size, each.given, forward.folds)
 
     def _call_with_one_more(
         self, model: nn.Module, forward: ForwardPass, functions: Functions | None
@@ -160,6 +162,11 @@ class BatchAxes:
         def hook(path: str) -> Any:
             return lambda _module, args, kwargs, output: note(path, output, (args, kwargs))
 
+        def sums(function: Any, args: Any, kwargs: Any, result: Any) -> None:
+            found = terms_inside(function, args, kwargs, result, batch_size)
+            if found is not None:
+                note(*found[:3])
+
         handles = [m.register_forward_hook(hook(path), with_kwargs=True) for path, m in model.named_modules()]
         called = functions.called if functions is not None else {}
         watch = Watch(
@@ -167,6 +174,7 @@ class BatchAxes:
             batch_size,
             next(model.parameters()).device,
             lambda call, given, output, _: note(called_with(call.parameters), output, given),
+            sums,
             with_gradients=False,
         )
         see = watched(model, watch, self.batch_dim, batch_size) if called else nullcontext()

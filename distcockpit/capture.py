@@ -9,12 +9,13 @@ gradients wrong when it is taken at arrival.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,26 +25,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distcockpit.arrivals import Arrivals
 from distcockpit.batch_axes import BatchAxes, given_shapes, shapes_of
 from distcockpit.captured import (
-    Captured,
     ForwardPass,
     Loss,
     LossCall,
     Micro,
-    check_factors,
     comes_from,
-    interpret,
     received,
-    scalar_output,
 )
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.hooks import Hook
+from distcockpit.interpretation import Interpretation, interpret
+from distcockpit.loop import LoopWatch
 from distcockpit.loss_calls import LossCalls
-from distcockpit.losscheck import is_whole
-from distcockpit.losses import is_decomposable
 from distcockpit.module_state import ModuleStates
+from distcockpit.objective import Objective, terms_inside
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.rng import RandomState
@@ -104,6 +102,7 @@ class Capture:
         wrappers: Modules around the model.
         settled: Whether an earlier step was right, so that a loop that changes is no reason to end the run.
         copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
+        tracked: The tracked parameters, by name, of a step of the loop; of a second pass none.
     """
 
     def __init__(
@@ -122,6 +121,7 @@ class Capture:
         copies: bool = True,
         settled: bool = False,
         wrappers: Sequence[nn.Module] = (),
+        tracked: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled = thorough, settled
@@ -138,7 +138,11 @@ class Capture:
         self._batch: list[Tensor] = []  # what it was given
         self._calls: list[_Call] = []  # of the model, that have not returned
         self._handles: list[Any] = []
-        self._told = LossCalls(loss, self.micros, thorough, axes.batch_dim, self._on_gradient)
+        self._told = LossCalls(loss, self.micros, self._on_gradient)
+        self._passes: list[ForwardPass] = []
+        self.objective = Objective(self._passes, axes.of_terms, thorough, tracked or {})
+        self._is_loops, self._steps_away = tracked is not None, 0
+        self._loop = LoopWatch(self._see_in_loop, self._differentiates)
         self._gradients = Copies()
         self._before: dict[int, _Before] = {}
         self._open = False
@@ -152,7 +156,6 @@ class Capture:
         self._parameters = ""
         self.forward_seconds = 0.0
         self.skips = False  # whether passes had no backward and are left out
-        self.tells_whole_loss = True  # whether what reached the outputs is the gradient of the losses, where looked at
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -175,19 +178,26 @@ class Capture:
         keep(self._model.register_forward_hook(Hook(self._leave_model), prepend=False, always_call=True))
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
+        if self._is_loops:
+            for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
+                keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
+                keep(module.register_forward_hook(Hook(self._step_back), always_call=True))
+            self._loop.start()
         if self._functions is not None:
             self._handles += away(self._model, lambda: self._watch)
             for path in self._functions.owners:
                 module = self._model.get_submodule(path)
                 keep(module.register_forward_pre_hook(Hook(self._enter_late), with_kwargs=True, prepend=True))
                 keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
-        if self._loss.module is not None and is_decomposable(self._loss.module):
+        if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
 
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""
         self._open = False
+        if self._is_loops:
+            self._loop.stop()
         if self in _running:
             _running.remove(self)
         for handle in self._handles:
@@ -203,7 +213,7 @@ class Capture:
         if not self._settled:
             raise error
         self.fault = error
-        for watch in self._watches:
+        for watch in (self._loop, *self._watches):
             watch.is_muted = True
 
     @property
@@ -267,6 +277,7 @@ class Capture:
         args, kwargs = map_tensors(self._own, (args, kwargs))
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
         micro.passes.append(self._pass)
+        self._passes.append(self._pass)
         self._calls[-1].made = self._pass
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
@@ -280,7 +291,7 @@ class Capture:
             self._calls[-1].watch = watch
 
     def _watch_for(self, functions: Functions, forward: ForwardPass) -> Watch:
-        return Watch(functions.called, forward.batch_size, self._device, self._use_function)
+        return Watch(functions.called, forward.batch_size, self._device, self._use_function, self._see_in_model)
 
     @property
     def _watch(self) -> Watch | None:
@@ -331,6 +342,7 @@ class Capture:
         """A pass that is none."""
         for micro in self.micros:
             micro.passes[:] = [each for each in micro.passes if each is not forward]
+        self._passes[:] = [each for each in self._passes if each is not forward]
 
     @_harmless
     def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -348,7 +360,6 @@ class Capture:
             self._pass = call.before
             return output
         if call.is_rerouted:
-            self._leave_rerouted(output)
             return output
         forward = call.made
         if forward is None:
@@ -371,10 +382,7 @@ class Capture:
         forward.writes_inputs = self._own.were_written
         if call.before is not None and call.before.is_open:
             self._pass, self._own = call.before, call.own
-        loss = scalar_output(output)
-        if loss is not None:
-            forward.loss = loss.detach().double()
-            forward.loss_position = next(k for k, t in enumerate(tensors(output)) if t is loss)
+        self.objective.mark(output, forward)
         for position, tensor in enumerate(tensors(output)):
             if tensor.requires_grad:
                 source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
@@ -389,11 +397,95 @@ class Capture:
             if shapes_of(output) == shapes_of(forward.output):
                 forward.output = output
 
-    def _leave_rerouted(self, output: Any) -> None:
-        """A call of the model that called the model ends: what it returns may be the loss."""
-        loss = scalar_output(output)
-        if loss is not None and not self.micros[-1].losses:
-            self.record_losses(loss)
+    @_unseen
+    @_harmless
+    def _see_in_model(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """The model called a function."""
+        forward = self._pass
+        if not torch.is_grad_enabled() or forward is None or not forward.batch_size:
+            return
+        if not forward.is_open:  # a call of the model that called the model, or one made again
+            if self._calls:
+                self.objective.see(function, args, kwargs, result)
+            return
+        found = terms_inside(function, args, kwargs, result, forward.batch_size)
+        if found is None:
+            return
+        key, terms, given, reduction = found
+        shapes = given_shapes(given, self._batch, self._watch)
+        call = forward.calls[key]
+        forward.calls[key] += 1
+        (axis,) = self._axes.of(key, call, shapes_of(terms), forward.batch_size, shapes, forward.folds)
+        if reduction is not None:
+            reduction.inside, reduction.key, reduction.call = forward, key, call
+            reduction.given, reduction.axis = shapes, axis
+            forward.reductions.append(reduction)
+            self.objective.add(reduction, result)
+
+    @_unseen
+    @_harmless
+    def _see_in_loop(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.objective.see(function, args, kwargs, result)
+
+    def _differentiates(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """The loop is about to differentiate."""
+        return self._prepare(function, args, kwargs) or nullcontext()
+
+    @_harmless
+    def _prepare(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None] | None:
+        given = dict(zip(("tensors", "gradients"), args, strict=False)) if function is not torch.autograd.grad else {}
+        if function is torch.autograd.grad:
+            bound = GRAD.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = bound.arguments
+            if options["create_graph"] or not self._are_parameters(options["inputs"]):
+                self.objective.has_gradients |= options["create_graph"]
+                return self._away()
+            given = {"tensors": options["outputs"], "gradients": options["grad_outputs"]}
+        else:
+            for ours, theirs in (("tensors", "tensors"), ("gradients", "gradient"), ("gradients", "grad_tensors")):
+                if theirs in kwargs:
+                    given[ours] = kwargs[theirs]
+        roots, gradients = _listed(given["tensors"]), _listed(given.get("gradients"))
+        with torch._C.DisableTorchFunction(), self._away():
+            for k, root in enumerate(roots):
+                self.objective.differentiate(root, gradients[k] if k < len(gradients) else None, self._on_node)
+        return None
+
+    def _are_parameters(self, inputs: Any) -> bool:
+        tracked = {id(p) for p in self._model.parameters()}
+        return all(id(each) in tracked for each in _listed(inputs))
+
+    @contextmanager
+    def _away(self) -> Generator[None, None, None]:
+        """Gradients inside are none that the optimizer gets."""
+        before = self._paused
+        self.pause(True)
+        try:
+            yield
+        finally:
+            self.pause(before)
+
+    def _on_node(self, node: Any, receive: Callable[[Sequence[Tensor | None]], None]) -> None:
+        @_harmless
+        def hook(_: Capture, gradients: Sequence[Tensor | None]) -> None:
+            if self._open and not self._paused:
+                receive(gradients)
+                self._runs.reach(receive)
+
+        self._handles.append(node.register_prehook(functools.partial(hook, self)))
+
+    def _step_away(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._steps_away += 1
+            if self._steps_away == 1:
+                self._loop.suspend()
+
+    def _step_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._steps_away -= 1
+            if not self._steps_away:
+                self._loop.resume()
 
     @_unseen
     @_harmless
@@ -443,6 +535,7 @@ class Capture:
                 drew=before.random_state is not None and before.random_state.torch_drew(),
             )
             self._pass.uses.append(use)
+            self.objective.mark(output, self._pass)
             self._observe(use, output)
             if not (layer.parameters or self._output_gradients):
                 return
@@ -487,6 +580,7 @@ class Capture:
         )
         if forward.is_open:
             forward.uses.append(use)
+        self.objective.mark(output, forward)
         self._receive(use, output, given, forward.uses)
 
     def _receive(self, use: Use, output: Any, given: list[Tensor], uses: list[Use]) -> None:
@@ -538,6 +632,7 @@ class Capture:
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
         """Losses of the latest forward pass, as the user says; see `LossCalls.record`."""
         self._told.record(losses, weight, divisor)
+        self.objective.tell(losses)
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         @_harmless
@@ -553,8 +648,8 @@ class Capture:
         """The calls of layers that gradients reached, in the order of the forward passes."""
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
-    def finish(self) -> list[Captured]:
-        """The micro-batches of the step; raises as :func:`distcockpit.captured.interpret` does.
+    def finish(self) -> Interpretation:
+        """The micro-batches of the step; raises as :func:`distcockpit.interpretation.interpret` does.
 
         Raises:
             RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
@@ -570,20 +665,21 @@ class Capture:
             )
         self._runs.check_layers()
         self._runs.check_kept()
-        self.tells_whole_loss = not self._thorough or is_whole(self.micros)
-        passes = [forward for micro in self.micros for forward in micro.passes]
-        self._axes.settle(self._model, passes, self._functions)
+        self._axes.settle(self._model, self._passes, self._functions)
         with torch.no_grad():
             for use, position, values in self._to_show:
                 self._show(use, position, values)
-        self.skips = self._settled and not all(
-            f.went_backward or not f.batch_size for m in self.micros for f in m.passes
-        )
-        strict = self._thorough and not self._settled
-        captured = interpret(self.micros, self._loss, self._batch_size, strict=strict, skips=self._settled)
-        if self._thorough:
-            check_factors(captured)
-        return captured
+        self.skips = self._settled and not all(f.went_backward or not f.batch_size for f in self._passes)
+        loss = self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale))
+        return interpret(self.micros, self.objective, loss, self._batch_size, skips=self._settled)
+
+
+GRAD = inspect.signature(torch.autograd.grad)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """One or several, as a list."""
+    return [] if tensors is None else [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 _running: list[Capture] = []

@@ -9,6 +9,7 @@ sum up again in float64. At last comes the iteration for eigenvalues.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,16 +50,32 @@ class Pool:
 
     n: int  # N
     weight: float  # W
+    is_mixed: bool = False  # whether ranks differentiate different combinations of losses
+    owns: Sequence[float] = ()  # what ranks multiply their means by, where they differ
+    is_sum: bool = False  # whether nothing divides the sum over samples, on any rank
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, float]]) -> Pool:
         """From the headers of all ranks."""
-        return cls(int(sum(r["batch_size"] for r in records)), sum(r["weight"] for r in records))
+        present = [r for r in records if r["batch_size"]]
+        is_sum = bool(present) and all(r["is_sum"] for r in present)
+        alike = any(_alike([r[name] for r in present]) for name in ("own", "coefficient"))
+        return cls(
+            int(sum(r["batch_size"] for r in records)),
+            sum(r["of_sum" if is_sum else "weight"] for r in present),
+            not _alike([r["mix"] for r in present]),
+            () if alike else [r["own"] for r in present],
+            is_sum,
+        )
 
     @property
     def samples_per_weight(self) -> float:
         """N/W."""
         return self.n / self.weight if self.weight else 0.0
+
+
+def _alike(numbers: Sequence[float]) -> bool:
+    return all(math.isclose(each, numbers[0], rel_tol=1e-3) for each in numbers)
 
 
 class Exchanges:
@@ -202,13 +219,13 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     step, pool, captured, active, update = side.step, side.pool, side.captured, side.active, side.update
     curvatures = side.curvatures
     setup = session.setup
-    batches = [micro.scaled(pool.samples_per_weight) for micro in captured]
+    batches = [micro.scaled(pool.samples_per_weight, pool.n) for micro in captured]
     every_parameter = side.present.every
     parameters = {name: every_parameter[name] for name in setup.tracked}
     weight = pool.weight or 1.0
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-    losses = torch.cat([nothing, *(m.individual_losses(pool.samples_per_weight, setup.device) for m in captured)])
+    losses = torch.cat([nothing, *(m.individual_losses(pool.samples_per_weight, pool.n, setup.device) for m in captured)])
     wanted = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
@@ -249,9 +266,10 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         local_n=len(losses),
         rank=rank,
         world_size=size,
-        loss=_sum_of_known([micro.total_loss(pool.samples_per_weight) for micro in captured], setup.device),
+        loss=_sum_of_known([micro.total_loss(pool.samples_per_weight, pool.n) for micro in captured], setup.device),
         losses=losses,
         losses_known=all(micro.tells_losses for micro in captured),
+        has_gradients=not any(math.isnan(micro.scale.unscale) for micro in captured),
         parameters=parameters,
         every_parameter=every_parameter,
         initial=session.initial,
@@ -375,7 +393,7 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     present = [micro for micro in captured if micro.batch_size]
     if not present:
         return arrivals.flat(0.0)
-    if len(present) > 1 or arrivals.is_rounded or any(use.autocast is not None for use in present[0].uses):
+    if len(present) > 1 or arrivals.is_rounded or present[0].beside.gradients or any(use.autocast is not None for use in present[0].uses):
         return None
     factor = present[0].scale.unscale * pool.samples_per_weight / pool.n
     return arrivals.flat(factor if present[0].weight else 0.0)

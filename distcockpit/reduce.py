@@ -32,8 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEADER = ("kind", "step", "batch_size", "weight", "layout", "failed", "riding", "joined")
-"""The numbers of a header record, all exact in float64."""
+HEADER = (
+    *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix"),
+    *("layout", "failed", "riding", "joined"),
+)
+"""The numbers of a header record, in float64."""
 
 KINDS = (
     "tracks step {}",

@@ -53,7 +53,7 @@ def replayed(
     with (
         (states or forward.states or ModuleStates.take(model)).installed(),
         _private_buffers(model, forward.buffers or {}),
-        _without_hooks(list(model.parameters())),
+        without_hooks(list(model.parameters())),
         unchanged(device, forward.random_state),
         without_reentrance(),
         torch.autocast(device.type, forward.autocast, enabled=forward.autocast is not None, cache_enabled=False),
@@ -111,7 +111,7 @@ def _needs_one(captured: Captured) -> str:
 
 
 @contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None, None, None]:
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None, None, None]:
     """Take the user's hooks off the parameters: they would see, and change, gradients that are not the run's."""
     hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     try:

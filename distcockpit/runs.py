@@ -7,7 +7,6 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from distcockpit.captured import LossCall
 from distcockpit.gradients.uses import Use
 
 
@@ -20,15 +19,15 @@ class Runs:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._reached: defaultdict[int, list[Use | LossCall]] = defaultdict(list)
+        self._reached: defaultdict[int, list[Use | object]] = defaultdict(list)
         self._cleared: list[
             nn.Parameter
         ] = []  # without a gradient when a run began, though an earlier one reached them
 
-    def reach(self, what: Use | LossCall) -> None:
+    def reach(self, what: Use | object) -> None:
         """A gradient arrived."""
         run = torch._C._current_graph_task_id()
-        if run not in self._reached and isinstance(what, LossCall):
+        if run not in self._reached and not isinstance(what, Use):
             layers = {id(u.layer): u for uses in self._reached.values() for u in uses if isinstance(u, Use)}
             names = {name for use in layers.values() for name in use.layer.parameters.values()}
             self._cleared += [p for p in map(self._model.get_parameter, names) if p.grad is None]
@@ -42,7 +41,7 @@ class Runs:
         """
         seen: dict[frozenset[int], frozenset[int]] = {}
         for run in self._reached.values():
-            losses = frozenset(id(each) for each in run if isinstance(each, LossCall))
+            losses = frozenset(id(each) for each in run if not isinstance(each, Use))
             layers = frozenset(id(each) for each in run if isinstance(each, Use))
             if losses and seen.setdefault(losses, layers) != layers:
                 raise RuntimeError(

@@ -20,32 +20,11 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 
 # Relative errors that rounding may make, by type; types of lower precision may make LOW_PRECISION.
-LOSS_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
 LOW, LOW_PRECISION = (torch.bfloat16, torch.float16), 0.1
 CANCELLATION = 1e-4  # of the norm of a parameter's individual gradients: what may be left where they cancel
 NOISE = 1e-6  # of the norm of the whole gradient: what may be left where a gradient is zero but for rounding
 LOW_PRECISION_NOISE = 3e3  # times as much in models of low or mixed precision
-
-
-def check_losses(captured: Sequence[Captured]) -> None:
-    """Whether the terms that a loss module gives add up to the loss.
-
-    Raises:
-        RuntimeError: If not, with a way out.
-    """
-    for micro in captured:
-        for call in micro.losses:
-            if call.recorded or not micro.weight:
-                continue
-            expected, value = float(call.decomposition.total / call.decomposition.divisor), float(call.value)
-            tolerance = LOSS_TOLERANCE.get(call.value.dtype, LOW_PRECISION)
-            if abs(expected - value) > tolerance * max(1e-3, abs(value)):
-                raise RuntimeError(
-                    f"The loss is {value:g}, but the individual losses that its module gives with reduction='none' "
-                    f"make {expected:g}. Its mean is not one over their terms: pass loss_fn=None and call "
-                    "cockpit.record_losses(losses) with one loss per sample."
-                )
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -16,23 +18,17 @@ from distcockpit.capture import Capture, undisturbed
 from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.eager import eagerly
 from distcockpit.hutchinson import quadratic_forms
+from distcockpit.interpretation import Interpretation
 from distcockpit.layers import check_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
 from distcockpit.quantities.batch import Update
 from distcockpit.recorder import Stamp
 from distcockpit.reduce import TRACK, RankFailed, digest, record_of
-from distcockpit.selfcheck import check_losses, check_outputs_tell_all, examine, norm_of
+from distcockpit.selfcheck import check_outputs_tell_all, examine, norm_of
 from distcockpit.sending import send
 from distcockpit.session import Session
 from distcockpit.shadow import Told, share_present
 from distcockpit.update import Start
-
-BESIDE = (
-    "the gradient at the model's outputs is not that of {} alone: something else is differentiated, such as a penalty. "
-    "It counts in gradients as a part of each sample's loss, but not in Loss, in the values of Alpha, or in curvature. "
-    "To have all in all, pass loss_fn=None and call cockpit.record_losses(losses) with the whole loss of each sample."
-)
-
 
 class _NotTracked(Exception):
     """A step that cannot be tracked, which all ranks know in time; its cause says why."""
@@ -102,7 +98,7 @@ class TrackedStep:
                 self._setup.world.refuse(record_of(TRACK, self._step))
                 self._session.skip(self._step, self._fault)
             elif self._must_tell and kind is None:
-                self._exchange(0, 0.0)
+                self._exchange(0)
             if error is not None:
                 self._setup.world.note(error)
                 self._session.may_try_again(self._previous, self._start)
@@ -160,6 +156,7 @@ class TrackedStep:
             wrappers=setup.wrappers,
             keep_left=self._active.wants("averaged"),
             settled=self._settled,
+            tracked=setup.tracked,
         )
         self._capture.start()
 
@@ -192,7 +189,8 @@ class TrackedStep:
             setup.world.refuse(record_of(TRACK, self._step))
             raise
         try:
-            captured = self._captured(capture)
+            found = self._captured(capture)
+            captured = found.captured
             curvatures = self._curvatures(captured)
             sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception as error:
@@ -200,9 +198,18 @@ class TrackedStep:
             raise _NotTracked from error
         update, start_stamp = self._ending
         try:
-            pool, told = self._exchange(sum(c.batch_size for c in captured), sum(c.weight for c in captured))
+            pool, told = self._exchange(
+                sum(c.batch_size for c in captured),
+                weight=sum(c.weight for c in captured),
+                of_sum=sum(c.scale.of_sum for c in captured),
+                is_sum=float(found.is_sum),
+                own=found.own,
+                coefficient=found.coefficient,
+                mix=found.mix,
+            )
         except RankFailed as error:
             raise _NotTracked from error
+        self._compare(pool, captured)
         session.agree_on_sizes(sizes)
         side = Side(
             self._step,
@@ -224,19 +231,44 @@ class TrackedStep:
             session.broken = True
             raise
 
-    def _exchange(self, batch_size: int, weight: float) -> tuple[Pool, Told]:
+    def _compare(self, pool: Pool, captured: Sequence[Captured]) -> None:
+        """Whether all ranks differentiate the same combination of losses."""
+        for micro in captured if pool.is_sum else ():
+            micro.as_sum()
+        if pool.is_mixed:
+            for micro in captured:
+                micro.scale = replace(micro.scale, unscale=math.nan, individual=None, total=None)
+            self._session.say_once(
+                "mixed",
+                f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
+                "different ways, such as tokens and samples, so that no common loss of a sample is known: what follows "
+                "from individual gradients is NaN.",
+            )
+        if pool.owns:
+            self._session.say_once(
+                "owns",
+                f"step {self._step}: ranks multiply their mean losses by different numbers, {pool.owns}; what is stored "
+                "is one mean over all samples, times one number.",
+            )
+
+    def _exchange(self, batch_size: int, **numbers: float) -> tuple[Pool, Told]:
         """The header, and what ranks that have run out of data must hear."""
         session, world = self._session, self._setup.world
         layout = digest([q.name for q in self._active], self._ending[0] is not None)
         record = record_of(
-            TRACK, self._step, batch_size=batch_size, weight=weight, layout=layout, riding=session.userlog.riding_digest
+            TRACK,
+            self._step,
+            batch_size=batch_size,
+            layout=layout,
+            riding=session.userlog.riding_digest,
+            **numbers,
         )
         before = time.perf_counter()
         records = world.header(record)
         session.clock.wait += time.perf_counter() - before
         return Pool.of(records), share_present(session, records, Present.of(self._setup), self._epoch)
 
-    def _captured(self, capture: Capture) -> list[Captured]:
+    def _captured(self, capture: Capture) -> Interpretation:
         setup = self._setup
         for name, version in self._versions.items():
             if setup.tracked[name]._version != version:
@@ -246,24 +278,46 @@ class TrackedStep:
                     "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
                     "parameters, overlap_with_ddp) are not supported."
                 )
-        captured = capture.finish()
+        found = capture.finish()
+        captured = found.captured
         if capture.skips:
             self._session.say_once(
                 "skipped",
                 f"step {self._step}: a forward pass had no backward before `track` ended, and its samples are left "
                 "out, as a loop means it that skips losses which are not finite.",
             )
-        if not capture.tells_whole_loss:
-            self._session.say_once("beside", BESIDE.format(type(self._setup.loss_fn).__name__))
+        for topic, text in found.notices.items():
+            self._session.say_once(topic, f"step {self._step}: {text}")
+        if found.coupled:
+            self._check_samples_are_needed(found.coupled)
+            return found
         self._check_losses_are_known(captured)
-        if self._session.check.unchecked and any(c.weight for c in captured):
-            check_losses(captured)
         seen = capture.arrivals.gradients
         if self._session.check.is_thorough:
             seen = {name: gradient.double() for name, gradient in seen.items()}
-        captured = self._served(captured, seen)
-        check_uses(captured)
-        return captured
+        if captured and captured[0].beside.gradients:
+            gradients = captured[0].beside.gradients
+            seen = {name: g - gradients[name] if name in gradients else g for name, g in seen.items()}
+        found.captured = self._served(captured, seen)
+        check_uses(found.captured)
+        return found
+
+    def _check_samples_are_needed(self, coupled: str) -> None:
+        """Whether quantities that the user listed want individual gradients, where samples have none.
+
+        Raises:
+            RuntimeError: If so, at the first tracked step.
+        """
+        why = (
+            f"the loss couples the samples of a batch ({coupled}), as contrastive losses, Dice and statistics over the "
+            "batch do: it is no sum over samples, so that they have no gradients of their own"
+        )
+        wanting = self._active.with_individual_gradients
+        required = [q.name for q in wanting if q.required]
+        if required and not self._settled:
+            raise RuntimeError(f"Quantities {required} need individual gradients, but {why}. Leave them out.")
+        names = ", ".join(q.name for q in wanting)
+        self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why}.")
 
     def _served(self, captured: list[Captured], seen: Mapping[str, Tensor]) -> list[Captured]:
         """The micro-batches with uses from which all individual gradients follow.
@@ -340,15 +394,11 @@ class TrackedStep:
             required = [q.name for q in wanting if q.required]
             if not wanting:
                 continue
-            record = "call cockpit.record_losses(losses) inside `track`, with one loss per sample"
-            why = f". Give DistCockpit the loss module (loss_fn=...), or {record}."
-            if any(micro.losses for micro in captured):
-                sizes = [micro.batch_size for micro in captured]
-                why = (
-                    f", but the terms of {type(self._setup.loss_fn).__name__} are not those of a batch of {sizes} "
-                    f"samples. If the batch is not axis {self._setup.batch_dim} of the model's inputs, say "
-                    f"batch_dim=... or track(step, batch_size=...); else {record}."
-                )
+            why = (
+                ", but it is not seen which terms of the loss are of which sample. Call cockpit.record_losses(losses) "
+                "inside `track`, with one loss per sample. If the batch is not axis "
+                f"{self._setup.batch_dim} of the model's inputs, say batch_dim=... or track(step, batch_size=...)."
+            )
             if required and not self._settled:
                 raise RuntimeError(f"Quantities {required} need {what}{why}")
             names = [q.name for q in wanting]

@@ -83,8 +83,8 @@ class Spec:
     steps: int = 3
     accumulate: int = 1  # micro-batches per step; their unequal sizes come from np.array_split
     no_sync: bool = False
-    factor: float = 1.0  # on the loss, as a gradient scaler has it
-    backwards: int = 1  # backward calls on the same loss
+    factor: float = 1.0  # of a gradient scaler
+    backwards: int = 1  # backward calls on parts of the same loss
     options: dict[str, Any] = field(default_factory=dict)  # of DistCockpit
     ddp: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
@@ -120,6 +120,7 @@ def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) 
     model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
     loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)
     chosen = everything() if curvature else first_order()
+    scaler = torch.amp.GradScaler(spec.device, init_scale=spec.factor, enabled=spec.factor != 1)
     states = []
     options = {"quantities": chosen, "schedule": every(1), **spec.options}
     with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:
@@ -133,15 +134,15 @@ def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) 
                     # DDP synchronises one backward call per forward pass; with two, the ranks do it by hand.
                     local = group is not None and (spec.no_sync and i < len(parts) - 1 or spec.backwards > 1)
                     with model.no_sync() if local else contextlib.nullcontext():
-                        loss = loss_fn(cockpit(part), target) * spec.factor / spec.accumulate
+                        loss = loss_fn(cockpit(part), target) / (spec.accumulate * spec.backwards)
                         for k in range(spec.backwards):
-                            loss.backward(retain_graph=k < spec.backwards - 1)
+                            scaler.scale(loss).backward(retain_graph=k < spec.backwards - 1)
             for p in net.parameters():
                 if p.grad is not None:
                     if group is not None and spec.backwards > 1:
                         torch.distributed.all_reduce(p.grad, group=group)
                         p.grad /= size
-                    p.grad /= spec.factor * spec.backwards
+                    p.grad /= spec.factor
                     if cases.LOSSES[spec.loss].module().reduction == "sum":
                         p.grad /= sum(spec.shards)
             optimizer.step()

@@ -83,48 +83,25 @@ OnUse = Callable[[Recording, list[Tensor], Any, RandomState | None], None]
 where it drew some."""
 
 
-class Watch(TorchFunctionMode):
-    """Sees the calls of functions in one forward pass.
+class Mode(TorchFunctionMode):
+    """A mode that can be taken off where it would disturb."""
 
-    Args:
-        parameters: What is looked for, by name.
-        batch_size: Of the pass.
-        device: Of the model.
-        on_use: Told of each use.
-        with_gradients: Whether what is made of parameters where gradients are off is a constant.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        batch_size: int,
-        device: torch.device,
-        on_use: OnUse,
-        *,
-        with_gradients: bool = True,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._with_gradients = with_gradients
-        self._batch_size = batch_size
-        self._leaves = {id(p): Leaf(name, p.shape) for name, p in parameters.items()}
-        self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
-        self.reshaped: Any = WeakTensorKeyDictionary()  # the shapes before, of tensors that may be no views of them
-        self._device, self._on_use, self._suspended = device, on_use, 0
-        self.is_muted = False  # while another one sees a call of the model inside of this one
-
-    def mark(self, batch: Iterable[Tensor]) -> None:
-        """These belong to the batch."""
-        for tensor in batch:
-            if id(tensor) not in self._leaves:
-                self._known[tensor] = "batch"
+        self._suspended, self._is_on = 0, False
+        self.is_muted = False  # while another one sees what is called
 
     def enter(self) -> None:
         """Begin to look."""
-        self.__enter__()
+        self.is_muted = False
+        if not self._is_on:
+            self._is_on = True
+            self.__enter__()
 
     def leave(self) -> None:
-        """Look away; what the model left on top of the modes stays, and this one is mute below it."""
-        if _get_current_function_mode() is self:
+        """Look away; what was left on top of the modes stays, and this one is mute below it."""
+        if self._is_on and _get_current_function_mode() is self:
+            self._is_on = False
             self.__exit__(None, None, None)
         else:
             self.is_muted = True
@@ -141,10 +118,56 @@ class Watch(TorchFunctionMode):
         if not self._suspended:
             self.enter()
 
+
+OnCall = Callable[[Any, Any, Any, Any], None]
+"""Told of a call: the function, what it was given, and what it returned."""
+
+
+class Watch(Mode):
+    """Sees the calls of functions in one forward pass.
+
+    Args:
+        parameters: What is looked for, by name.
+        batch_size: Of the pass.
+        device: Of the model.
+        on_use: Told of each use.
+        on_call: Told of each call.
+        with_gradients: Whether what is made of parameters where gradients are off is a constant.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        batch_size: int,
+        device: torch.device,
+        on_use: OnUse,
+        on_call: OnCall,
+        *,
+        with_gradients: bool = True,
+    ) -> None:
+        super().__init__()
+        self._with_gradients, self._on_call = with_gradients, on_call
+        self._batch_size = batch_size
+        self._leaves = {id(p): Leaf(name, p.shape) for name, p in parameters.items()}
+        self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
+        self.reshaped: Any = WeakTensorKeyDictionary()  # the shapes before, of tensors that may be no views of them
+        self._device, self._on_use = device, on_use
+
+    def mark(self, batch: Iterable[Tensor]) -> None:
+        """These belong to the batch."""
+        for tensor in batch:
+            if id(tensor) not in self._leaves:
+                self._known[tensor] = "batch"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
+        self._on_call(func, args, kwargs, result)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.multi_head_attention_forward:
             with self:
                 return OPEN_ATTENTION(*args, **kwargs)

@@ -251,6 +251,7 @@ class LocalBatch:
     loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if it is not known
     losses: Tensor  # float64 [B_r]: l_i; zeros where they are not known
     losses_known: bool
+    has_gradients: bool  # whether samples have gradients of their own; where they have none, these are NaN
     parameters: Mapping[str, Tensor]
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known

@@ -1,0 +1,494 @@
+"""What a step differentiates, seen in the graph of autograd: terms, their divisors and coefficients, and penalties.
+
+From the root of a backward pass the graph is followed back through operations that are linear (sums, means, products
+with numbers, stacking) to the calls that added up terms: a mean of something that still has the batch axis, or a loss
+of ``torch.nn.functional`` with a reduction. The gradient that reaches such a call is the coefficient of its terms.
+What is linear but depends on no sample is a penalty. Where the path is not linear, samples are coupled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional as F
+
+from distcockpit.captured import ForwardPass
+from distcockpit.gradients.uses import Axis
+from distcockpit.reduce import Pending
+from distcockpit.replay import without_hooks
+from distcockpit.samples import Coupled, Owners, owners_of
+from distcockpit.trees import map_tensors, tensors
+
+LOSSES = {
+    function: inspect.signature(function)
+    for function in (getattr(F, name) for name in dir(F) if not name.startswith("_"))
+    if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
+}
+"""The losses of ``torch.nn.functional`` that reduce their terms."""
+
+LINEAR = frozenset(
+    f"{name}Backward{k}"
+    for k in ("", *range(7))
+    for name in (
+        *("Add", "Sub", "Rsub", "Neg", "Stack", "Cat", "Sum", "Mean", "Nansum", "Clone", "Alias", "ToCopy", "CopySlices"),
+        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Permute", "Transpose", "T", "Repeat"),
+        *("Select", "Slice", "Index", "IndexSelect", "MaskedSelect", "Gather", "Take", "Split", "SplitWithSizes"),
+        *("Unbind", "Where", "MaskedFill", "AsStrided", "Diagonal", "Trace", "Flip", "ConstantPadNd", "Cumsum"),
+        *("Movedim", "Narrow", "Detach", "Unfold", "Roll", "Trace", "UnsafeSplit", "Copy"),
+    )
+) | {"CopySlices", "CopyBackwards"}
+"""Operations that are linear in all that is differentiated through them."""
+
+PRODUCTS = frozenset(
+    f"{name}Backward{k}" for k in range(3) for name in ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Vdot")
+)
+"""Operations that are linear in one of their arguments, if the others depend on no sample."""
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A call that added up terms."""
+
+    name: str  # of the function
+    terms: Tensor  # what was added up; of a loss what it gives with reduction="none"
+    divides_by: Pending | float  # what the sum was divided by
+    adds: bool  # whether it is a sum or a mean of all terms
+    is_sum: bool = True  # whether it divides by nothing itself
+    is_product: bool = False  # whether it multiplies them by weights first
+    again: Callable[[], Tensor] | None = None  # the terms of a loss, with their graph
+    edge: tuple[int, int] | None = None  # where the terms lie in the graph; those of a loss do not
+    inside: ForwardPass | None = None  # the pass in which it was called
+    key: str = ""  # what it is known by inside of the model
+    call: int = 0  # how many of these there were before it in the pass
+    given: Sequence[tuple[torch.Size, torch.Size]] = ()  # the shapes of what it was given inside of the model
+    axis: Axis = None  # where the batch is in the terms, if it is inside of the model
+
+    @property
+    def divisor(self) -> float:
+        """What the sum was divided by; waits until it is known on the host."""
+        return self.divides_by if isinstance(self.divides_by, float) else float(self.divides_by.result()[0])
+
+
+@dataclass(eq=False)
+class Part:
+    """Terms of the objective, and the gradient that reached them."""
+
+    reduction: Reduction
+    owners: Owners | None  # whose terms they are; `None`: found when the step has ended
+    gradient: Tensor | None = None  # at what the call returned
+    at_terms: Tensor | None = None  # at the terms
+    told: bool = False  # whether the user said that these are the losses
+    is_seen: bool = True  # whether the terms are known, and not the sum alone
+    numbers: set[int] = field(default_factory=set)  # of the nodes that add them up
+
+    def receive(self, gradient: Tensor) -> None:
+        """A gradient reached the call."""
+        gradient = gradient.detach()
+        self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
+
+    @property
+    def passes(self) -> Sequence[ForwardPass]:
+        """The passes with samples whose terms they are."""
+        if self.reduction.inside is not None:
+            return [self.reduction.inside]
+        return [] if self.owners is None else list(self.owners.of)
+
+    @property
+    def paired(self) -> Sequence[ForwardPass]:
+        """Those of them whose samples have terms together."""
+        if self.owners is None:
+            return []
+        maps = [(forward, of) for forward, of in self.owners.of.items() if isinstance(of, Tensor)]
+        if len(maps) < len(self.owners.of):
+            return self.passes
+        counts = sum((of >= 0).long() for _, of in maps) if maps else torch.zeros(1)
+        return self.passes if bool((counts > 1).any()) else []  # type: ignore[union-attr]
+
+    def share(self, forward: ForwardPass) -> float:
+        """The part of the terms that belongs to a pass."""
+        return 1.0 if self.owners is None else self.owners.share(forward)
+
+    def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor | None:
+        """The terms added up by sample, float64 ``[B]``; ``None`` if it is not known whose they are."""
+        if self.reduction.inside is None:
+            return None if self.owners is None else self.owners.sums(forward, terms)
+        axis = self.reduction.axis
+        return None if axis is None else Owners({forward: axis}).sums(forward, terms)
+
+    def receive_at_terms(self, gradient: Tensor) -> None:
+        """A gradient reached the terms."""
+        gradient = gradient.detach()
+        self.at_terms = gradient.clone() if self.at_terms is None else self.at_terms + gradient
+
+
+@dataclass(eq=False)
+class Penalty:
+    """What is differentiated, but depends on no sample."""
+
+    name: str  # of the operation that it ends with
+    gradients: dict[str, Tensor]  # of its sum, by parameter
+    coefficient: Tensor | None = None  # the gradient that reached it
+
+    def receive(self, gradient: Tensor) -> None:
+        """A gradient reached it."""
+        gradient = gradient.detach()
+        self.coefficient = gradient.clone() if self.coefficient is None else self.coefficient + gradient
+
+
+@dataclass(eq=False)
+class Root:
+    """What was differentiated: its value times the gradient that it was given."""
+
+    value: Tensor
+    parts: list[Part] = field(default_factory=list)
+    penalties: list[Penalty] = field(default_factory=list)
+    coupled: str = ""  # the call that couples samples
+    is_low: bool = False  # whether it is of low precision
+
+
+OnGradient = Callable[[Any, Callable[[Sequence[Tensor | None]], None]], None]
+"""Puts a hook on a node of the graph."""
+
+
+class Objective:
+    """Collects what a step differentiates.
+
+    Args:
+        passes: The forward passes of the step, which grow.
+        axes: By name and number of a call in the loop: the batch axis of its terms, as earlier steps found it.
+        thorough: Whether to look again.
+        parameters: Those of which penalties are looked for, by name.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[ForwardPass],
+        axes: dict[tuple[Any, ...], Axis],
+        thorough: bool,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._passes, self._axes, self._thorough, self._parameters = passes, axes, thorough, parameters
+        self._penalties: dict[Any, Penalty] = {}
+        self._reductions: dict[int, Reduction] = {}  # by number of the node in the graph
+        self._marks: dict[int, ForwardPass] = {}  # nodes that depend on samples
+        self._of_samples: dict[int, bool] = {}
+        self._parts: dict[Any, Part] = {}
+        self._told: dict[int, Tensor] = {}
+        self.roots: list[Root] = []
+        self.has_gradients = False  # whether gradients with a graph of their own were computed
+
+    # -- while the loop computes ---------------------------------------------------------------------------------------
+
+    def mark(self, output: Any, forward: ForwardPass) -> None:
+        """These depend on the samples of a pass."""
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                self._marks[tensor.grad_fn._sequence_nr()] = forward
+
+    def tell(self, losses: Tensor) -> None:
+        """The user says that these are the losses."""
+        if losses.grad_fn is not None:
+            self._told[losses.grad_fn._sequence_nr()] = losses
+
+    def see(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """The loop called a function of torch: with these arguments, and this result."""
+        if function in LOSSES or _adds_up(args, kwargs, result):
+            self.add(reduction_of(function, args, kwargs, result), result)
+
+    def add(self, reduction: Reduction | None, result: Any) -> None:
+        """Terms were added up."""
+        node = next((t.grad_fn for t in tensors(result) if t.grad_fn is not None), None)
+        if reduction is not None and node is not None:
+            self._reductions[node._sequence_nr()] = reduction
+            reduction.is_product = node.name() in PRODUCTS
+            if reduction.inside is not None:
+                self._marks[node._sequence_nr()] = reduction.inside
+
+    # -- before the backward pass --------------------------------------------------------------------------------------
+
+    def differentiate(self, tensor: Tensor, gradient: Tensor | None, on_gradient: OnGradient) -> None:
+        """A tensor is about to be differentiated.
+
+        Args:
+            tensor: The root.
+            gradient: What it is given.
+            on_gradient: Puts hooks on nodes.
+        """
+        if tensor.grad_fn is None:
+            return
+        value = tensor.detach().double()
+        root = Root(value.clone() if gradient is None else (value * gradient.detach().double()).sum())
+        root.is_low = tensor.dtype in (torch.float16, torch.bfloat16)
+        self.roots.append(root)
+        seen: set[tuple[Any, int]] = set()
+        waiting = [(tensor.grad_fn, tensor.output_nr)]
+        if tensor.dim():
+            self._reductions.setdefault(
+                tensor.grad_fn._sequence_nr(),
+                Reduction("backward", tensor, 1.0, False, edge=(tensor.grad_fn._sequence_nr(), tensor.output_nr)),
+            )
+        while waiting and not root.coupled:
+            node, position = waiting.pop()
+            if (node, position) in seen:
+                continue
+            seen.add((node, position))
+            if not self._depends(node):
+                self._penalize(node, position, root, on_gradient)
+            else:
+                waiting += self._pass(node, position, root, on_gradient)
+
+    def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
+        """What lies behind a node that depends on samples, where the path does not end there."""
+        number = node._sequence_nr()
+        reduction, name = self._reductions.get(number), node.name()
+        edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
+        behind = [edge for edge in edges if self._depends(edge[0])]
+        is_linear = name in LINEAR or (name in PRODUCTS and len(behind) == 1)
+        if name.startswith("DivBackward") and behind[:1] != [node.next_functions[0]]:
+            is_linear = False
+        if number in self._told:
+            reduction = Reduction("record_losses", self._told[number], 1.0, False, edge=(number, position))
+        if reduction is not None and (is_linear or reduction.again is not None or reduction.edge == (number, position)):
+            part = self._cut(reduction)
+            if part is not None:
+                root.parts.append(part)
+                self._hook(part, node, position, on_gradient)
+                return []
+        if is_linear:
+            return edges if name in LINEAR else behind
+        if reduction is None and (not _is_number(node, position) or not all(_is_number(*edge) for edge in behind)):
+            return self._unseen(node, position, root, on_gradient)
+        root.coupled = name.partition("Backward")[0] if reduction is None else reduction.name
+        return []
+
+    def _cut(self, reduction: Reduction) -> Part | None:
+        """The terms as a part of the objective; ``None`` if they are not those of samples."""
+        key = reduction.edge or id(reduction)
+        if key in self._parts:
+            return self._parts[key]
+        owners = None
+        if reduction.inside is None:
+            number = sum(1 for part in self._parts.values() if part.owners is not None)
+            place = (reduction.name, reduction.terms.dim(), number)
+            terms = reduction.terms if reduction.again is None else reduction.again()
+            try:
+                owners = owners_of(terms, self._passes, self._axes.get(place), looks=self._thorough)
+            except Coupled:
+                return None
+            if not owners.of or (_stacks(terms) and all(each.batch_size == 1 for each in owners.of)):
+                return None
+            found = next(iter(owners.of.values()))
+            if not isinstance(found, Tensor):
+                self._axes[place] = found
+        self._parts[key] = Part(reduction, owners, told=reduction.name == "record_losses")
+        return self._parts[key]
+
+    def _unseen(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
+        """A function that adds up terms where no mode sees it: a custom `autograd.Function`, for example."""
+        passes = self._passes_behind(node)
+        key = node._sequence_nr(), position
+        if key not in self._parts:
+            owners = Owners(dict.fromkeys(passes)) if passes else None
+            reduction = Reduction(node.name(), torch.empty(0), float(passes[0].batch_size) if passes else 1.0, True, False)
+            self._parts[key] = Part(reduction, owners, is_seen=False)
+            on_gradient(node, _picked(self._parts[key].receive, position))
+        root.parts.append(self._parts[key])
+        return []
+
+    def _penalize(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> None:
+        key = node._sequence_nr() if _goes_on(node) else id(node), position
+        if key not in self._penalties:
+            like = node._input_metadata[position]
+            one = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
+            names, leaves = list(self._parameters), list(self._parameters.values())
+            with without_hooks(leaves):
+                found = torch.autograd.grad(GradientEdge(node, position), leaves, one, True, allow_unused=True)
+            gradients = {name: g.detach() for name, g in zip(names, found, strict=True) if g is not None}
+            self._penalties[key] = Penalty(node.name().partition("Backward")[0].lower(), gradients)
+            on_gradient(node, _picked(self._penalties[key].receive, position))
+        root.penalties.append(self._penalties[key])
+
+    def _hook(self, part: Part, node: Any, position: int, on_gradient: OnGradient) -> None:
+        number = node._sequence_nr()
+        if number in part.numbers:
+            return
+        part.numbers.add(number)
+        on_gradient(node, _picked(part.receive, position))
+        if len(part.numbers) > 1:
+            part.reduction.adds = False  # the same terms are added up in several ways
+            return
+        edge = part.reduction.edge
+        for upstream, k in [(node, position), *node.next_functions]:
+            if edge is not None and upstream is not None and (upstream._sequence_nr(), k) == edge:
+                on_gradient(upstream, _picked(part.receive_at_terms, k))
+                return
+
+    def _depends(self, node: Any) -> bool:
+        """Whether a node depends on samples."""
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return False
+        known = self._of_samples
+        seen, waiting = {node._sequence_nr()}, [node]
+        while waiting:
+            each = waiting.pop()
+            number = each._sequence_nr()
+            if number in self._marks or known.get(number):
+                known[node._sequence_nr()] = True
+                return True
+            if number in known:
+                continue
+            for upstream, _ in each.next_functions:
+                if upstream is not None and upstream._sequence_nr() not in seen and _goes_on(upstream):
+                    seen.add(upstream._sequence_nr())
+                    waiting.append(upstream)
+        known.update(dict.fromkeys(seen, False))
+        return False
+
+    def _passes_behind(self, node: Any) -> list[ForwardPass]:
+        """The passes whose samples it depends on."""
+        found: dict[ForwardPass, None] = {}
+        seen, waiting = {node}, [node]
+        while waiting:
+            each = waiting.pop()
+            forward = self._marks.get(each._sequence_nr())
+            if forward is not None:
+                found[forward] = None
+                continue
+            new = {upstream for upstream, _ in each.next_functions if upstream is not None and _goes_on(upstream)}
+            waiting += new - seen
+            seen |= new
+        return [forward for forward in self._passes if forward in found]
+
+
+def _stacks(terms: Tensor) -> bool:
+    """Whether they are the losses of a batch, stacked."""
+    node: Any = terms.grad_fn
+    stacks = node is not None and node.name() in ("StackBackward0", "CatBackward0")
+    return stacks and all(_is_number(upstream, k) for upstream, k in node.next_functions if upstream is not None)
+
+
+def _goes_on(node: Any) -> bool:
+    return node.name() != "torch::autograd::AccumulateGrad"
+
+
+def _picked(receive: Callable[[Tensor], None], position: int) -> Callable[[Sequence[Tensor | None]], None]:
+    def pick(gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[position] if position < len(gradients) else None
+        if gradient is not None:
+            receive(gradient)
+
+    return pick
+
+
+def _is_number(node: Any, position: int) -> bool:
+    """Whether what a node gives has one element."""
+    metadata = node._input_metadata
+    return position < len(metadata) and math.prod(metadata[position].shape) == 1
+
+
+SUMS = (torch.sum, Tensor.sum)
+MEANS = (torch.mean, Tensor.mean)
+
+
+def _adds_up(args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether a call gave less than it was given, of what is differentiated."""
+    made = [t for t in tensors(result) if t.grad_fn is not None]
+    return bool(made) and any(_is_less(made, t) for t in tensors((args, kwargs)) if t.requires_grad)
+
+
+def _is_less(made: Sequence[Tensor], given: Tensor) -> bool:
+    """Whether the smallest of these has fewer elements, or, of a single one, no axes any more."""
+    least = min(made, key=Tensor.numel)
+    return given.numel() > least.numel() or (given.dim() > 0 and not least.dim())
+
+
+def drops_batch(args: Any, kwargs: Any, result: Any, n: int) -> bool:
+    """Whether a call inside of the model, with n samples, gave something without a batch axis of what may have one."""
+    made = [t for t in tensors(result) if t.is_floating_point()]
+    if not made or any(n in t.shape for t in made):
+        return False
+    given = [t for t in tensors((args, kwargs)) if t.is_floating_point() and not t.is_nested]
+    return any(_is_less(made, t) and t.numel() % n == 0 for t in given)
+
+
+def terms_inside(
+    function: Any, args: Any, kwargs: Any, result: Any, n: int
+) -> tuple[str, Tensor, list[Tensor], Reduction | None] | None:
+    """What a call inside of the model, with n samples, added up.
+
+    Returns:
+        What such calls are known by, the terms, the tensors that they follow from, and the reduction if terms were
+        added up; ``None`` of other calls.
+    """
+    if function in LOSSES:
+        reduction = _of_loss(function, args, kwargs)
+        terms, given = result if reduction is None else reduction.terms, tensors((args, kwargs))
+    elif drops_batch(args, kwargs, result, n):
+        reduction = reduction_of(function, args, kwargs, result)
+        assert reduction is not None
+        terms, given = reduction.terms, [reduction.terms]
+    else:
+        return None
+    return f"terms of {getattr(function, '__name__', function)}, {terms.dim()} axes", terms, given, reduction
+
+
+def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reduction | None:
+    """What a call added up; ``None`` of a loss that adds up nothing."""
+    if function in LOSSES:
+        return _of_loss(function, args, kwargs)
+    (made, *_), given = tensors(result), [t for t in tensors((args, kwargs)) if t.is_floating_point()]
+    terms = max([t for t in given if t.requires_grad] or given, key=Tensor.numel)
+    edge = None if terms.grad_fn is None else (terms.grad_fn._sequence_nr(), terms.output_nr)
+    adds = made.dim() == 0 and function in (*SUMS, *MEANS)
+    is_mean = adds and function in MEANS
+    divisor = float(terms.numel()) if is_mean else 1.0
+    return Reduction(getattr(function, "__name__", str(function)), terms, divisor, adds, not is_mean, edge=edge)
+
+
+def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:
+    """A loss of `torch.nn.functional`."""
+    bound = LOSSES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    reduction = given["reduction"]
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = F._Reduction.legacy_get_string(given["size_average"], given["reduce"])
+        given |= {"size_average": None, "reduce": None}
+    if reduction == "none":
+        return None
+    given["reduction"] = "none"
+    kept = map_tensors(lambda t: t if t.requires_grad else t.clone(), (bound.args, bound.kwargs))
+    weights: Tensor | None = None
+    if function is F.ctc_loss and reduction == "mean":
+        lengths = torch.as_tensor(given["target_lengths"])
+        weights = lengths.clamp(min=1).double().reciprocal()
+
+    def again() -> Tensor:
+        terms = function(*kept[0], **kept[1])
+        return terms if weights is None else terms * weights.to(terms)
+
+    with torch.no_grad():
+        terms = again()
+    divisor = 1.0 if reduction == "sum" else _mean_divisor(function, reduction, given, terms)
+    return Reduction(function.__name__, terms, divisor, True, reduction == "sum", again=again)
+
+
+def _mean_divisor(function: Any, reduction: str, given: Mapping[str, Any], terms: Tensor) -> Pending | float:
+    if reduction == "batchmean":
+        return float(given["input"].shape[0])
+    target = given.get("target")
+    if function in (F.cross_entropy, F.nll_loss, F.linear_cross_entropy) and not target.is_floating_point():
+        ignored = given["ignore_index"]
+        counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
+        weight = given.get("weight")
+        if weight is None:
+            return Pending(counted.sum(dtype=torch.float64).reshape(1))
+        return Pending((weight.detach().double()[target.where(counted, 0)] * counted).sum().reshape(1))
+    return float(terms.numel())

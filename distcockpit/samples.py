@@ -1,0 +1,168 @@
+"""Whose terms the terms of a loss are: which sample each of them depends on, found in the graph of autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distcockpit.captured import ForwardPass
+from distcockpit.gradients.uses import Axis, Folded, from_front, to_front
+from distcockpit.trees import tensors
+
+SEPARATE = 1e-5  # of the largest gradient: what rounding may leave at the outputs of other samples
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Whose terms they are.
+
+    Args:
+        of: By pass: the batch axis of the terms, or for each of them, flattened, the sample; -1 for none of that pass.
+    """
+
+    of: Mapping[ForwardPass, Axis | Tensor]
+
+    def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor:
+        """The terms added up by sample, float64 ``[B]``."""
+        owner = self.of[forward]
+        if isinstance(owner, Tensor):
+            total = torch.zeros(forward.batch_size + 1, dtype=torch.float64, device=terms.device)
+            return total.index_add_(0, owner % len(total), terms.reshape(-1).double())[:-1]
+        return to_front(terms, owner).reshape(forward.batch_size, -1).sum(1, dtype=torch.float64)
+
+    def share(self, forward: ForwardPass) -> float:
+        """The part of the terms that belongs to a pass."""
+        owner = self.of[forward]
+        if not isinstance(owner, Tensor) or len(self.of) == 1:
+            return 1.0
+        return float((owner >= 0).double().mean())
+
+
+class Coupled(Exception):
+    """A term depends on several samples."""
+
+
+def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, *, looks: bool = True) -> Owners:
+    """Whose terms they are; of no pass if they depend on no output.
+
+    Args:
+        terms: Any shape, with their graph, which is left as it is.
+        passes: Whose outputs they may depend on.
+        known: The batch axis of the terms, as it was found before.
+        looks: Whether that is to be looked at again.
+
+    Raises:
+        Coupled: If a term depends on several samples.
+    """
+    outputs = [
+        (forward, k, t) for forward in passes for k, t in enumerate(tensors(forward.output)) if t.requires_grad
+    ]
+    reached = _gradients(terms, [t for _, _, t in outputs], torch.ones_like(terms))
+    outputs = [each for each, gradient in zip(outputs, reached, strict=True) if gradient is not None]
+    mine = list(dict.fromkeys(forward for forward, _, _ in outputs))
+    sizes = {forward.batch_size for forward in mine}
+    if any(forward.axes[k] is None for forward, k, _ in outputs):
+        raise Coupled
+    if sizes == {1}:
+        return Owners({forward: torch.zeros(terms.numel(), dtype=torch.int64, device=terms.device) for forward in mine})
+    if len(sizes) == 1:
+        candidates = [known] if known is not None else []
+        candidates += [axis for axis in _candidates(terms.shape, *sizes) if axis != known]
+        for axis in candidates:
+            if not _fits(terms.shape, axis, *sizes):
+                continue
+            if (axis == known and not looks) or _belong(terms, axis, outputs):
+                return Owners(dict.fromkeys(mine, axis))
+    return Owners(_found(terms, outputs, mine)) if mine else Owners({})
+
+
+def _gradients(terms: Tensor, outputs: Sequence[Tensor], weights: Tensor, **options: bool) -> Sequence[Tensor | None]:
+    if not outputs or not terms.requires_grad:
+        return [None for _ in outputs]
+    return torch.autograd.grad(terms, outputs, weights, retain_graph=True, allow_unused=True, **options)
+
+
+def _candidates(shape: torch.Size, n: int) -> Iterator[Axis]:
+    """The axes that may hold the batch, alone or merged with others."""
+    yield from (k for k, size in enumerate(shape) if size == n)
+    for k, size in enumerate(shape):
+        if size > n and size % n == 0:
+            yield Folded(k, 1, size // n)
+            yield Folded(k, size // n, 1)
+
+
+def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:
+    if isinstance(axis, Folded):
+        return len(shape) > axis.axis and shape[axis.axis] == axis.outer * n * axis.inner
+    return axis is not None and len(shape) > axis and shape[axis] == n
+
+
+def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, int, Tensor]]) -> bool:
+    """Whether the terms of some samples leave the outputs of the others alone."""
+    n = outputs[0][0].batch_size
+    for loud in parts_of(n):
+        weights = to_front(torch.zeros_like(terms), axis).clone()
+        weights[loud.to(terms.device)] = 1
+        found = _gradients(terms, [t for _, _, t in outputs], from_front(weights, axis).reshape(terms.shape))
+        for (forward, k, _), gradient in zip(outputs, found, strict=True):
+            if gradient is not None and reaches(~loud, to_front(gradient.detach(), forward.axes[k])):
+                return False
+    return True
+
+
+def parts_of(n: int) -> list[Tensor]:
+    """A few parts of the batch that do not overlap, at random: each sample alone, if there are no more than four."""
+    count = min(n, 4)
+    place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
+    return [place == k for k in range(count)]
+
+
+def reaches(silent: Tensor, gradient: Tensor) -> bool:
+    """Whether the rows that should be zero are not, by more than rounding."""
+    silent = silent.to(gradient.device)
+    quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
+    return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
+
+
+def _found(
+    terms: Tensor, outputs: Sequence[tuple[ForwardPass, int, Tensor]], passes: Sequence[ForwardPass]
+) -> dict[ForwardPass, Tensor]:
+    """The sample of each term, by pass: digit by digit, from what a term changes by when some samples change.
+
+    Raises:
+        Coupled: If a term depends on several samples, or that cannot be told.
+    """
+    generator = torch.Generator().manual_seed(len(passes))
+    ones = torch.ones_like(terms).requires_grad_()
+    try:
+        with torch.enable_grad():
+            found = _gradients(terms, [t for _, _, t in outputs], ones, create_graph=True)
+            result = {forward: torch.zeros(terms.numel(), dtype=torch.int64) for forward in passes}
+            for forward in passes:
+                rows = torch.arange(forward.batch_size)
+                moved = []
+                for (of, k, _), gradient in zip(outputs, found, strict=True):
+                    if of is forward and gradient is not None:
+                        at = to_front(gradient, forward.axes[k])
+                        moved.append(at * torch.rand(at.shape, generator=generator).add(0.5).to(at))
+                reached = torch.zeros(terms.numel(), dtype=torch.bool)
+                for digit in range(max(1, math.ceil(math.log2(forward.batch_size)))):
+                    sides = []
+                    for side in (0, 1):
+                        chosen = rows[(rows >> digit) % 2 == side]
+                        total = sum((at[chosen.to(at.device)].sum() for at in moved), terms.new_zeros(()))
+                        (change,) = torch.autograd.grad(total, ones, retain_graph=True, materialize_grads=True)
+                        sides.append(change.detach().reshape(-1).abs().nan_to_num(nan=0.0).cpu())
+                    if bool((torch.minimum(*sides) > SEPARATE * torch.maximum(*sides)).any()):
+                        raise Coupled
+                    result[forward] += (sides[1] > sides[0]).long() << digit
+                    reached |= torch.maximum(*sides) > 0
+                result[forward][~reached] = -1
+                result[forward] = result[forward].to(terms.device)
+    except RuntimeError as error:  # a function without a second derivative
+        raise Coupled from error
+    return result
