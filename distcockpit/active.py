@@ -10,7 +10,6 @@ from typing import Any
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Needs
 
-
 OF_SAMPLES = ("loss", "losses", "mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
 """The needs that individual gradients, or losses of samples, serve."""
 

@@ -33,7 +33,7 @@ from distcockpit.captured import (
     received,
 )
 from distcockpit.gradients.forms import closed_form
-from distcockpit.gradients.functions import Functions, Watch, away, batched, called_with, transforms
+from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.hooks import Hook
@@ -182,9 +182,8 @@ class Capture:
             for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
                 keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
                 keep(module.register_forward_hook(Hook(self._step_back), always_call=True))
-            self._loop.start()
+            self._loop.begin()
         if self._functions is not None:
-            self._handles += away(self._model, lambda: self._watch)
             for path in self._functions.owners:
                 module = self._model.get_submodule(path)
                 keep(module.register_forward_pre_hook(Hook(self._enter_late), with_kwargs=True, prepend=True))
@@ -197,7 +196,7 @@ class Capture:
         """Take every hook off, those on tensors included."""
         self._open = False
         if self._is_loops:
-            self._loop.stop()
+            self._loop.end()
         if self in _running:
             _running.remove(self)
         for handle in self._handles:
@@ -225,7 +224,7 @@ class Capture:
     def _abandon(self) -> None:
         """Take off what was on when something went wrong."""
         for watch in self._watches:
-            watch.leave()
+            watch.end()
         self._late = None
         self._calls.clear()
 
@@ -287,7 +286,7 @@ class Capture:
             for call in self._calls:
                 if call.watch is not None:
                     call.watch.is_muted = True
-            watch.enter()
+            watch.begin()
             self._calls[-1].watch = watch
 
     def _watch_for(self, functions: Functions, forward: ForwardPass) -> Watch:
@@ -308,12 +307,12 @@ class Capture:
             watch = self._watch_for(functions, forward)
             watch.mark(t for t in tensors((args, kwargs)) if t.requires_grad or forward.batch_size in t.shape)
             self._late = module, watch
-            watch.enter()
+            watch.begin()
 
     @_harmless
     def _leave_late(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._late is not None and self._late[0] is module:
-            self._late[1].leave()
+            self._late[1].end()
             self._late = None
 
     def _fingerprint(self) -> str:
@@ -350,7 +349,7 @@ class Capture:
             return output
         call = self._calls.pop()
         if call.watch is not None:
-            call.watch.leave()
+            call.watch.end()
             if self._calls and (outer := self._calls[-1].watch) is not None:
                 outer.is_muted = False
                 outer.mark(tensors(output))
@@ -447,7 +446,7 @@ class Capture:
                 if theirs in kwargs:
                     given[ours] = kwargs[theirs]
         roots, gradients = _listed(given["tensors"]), _listed(given.get("gradients"))
-        with torch._C.DisableTorchFunction(), self._away():
+        with torch._C.DisableTorchFunction(), undisturbed():
             for k, root in enumerate(roots):
                 self.objective.differentiate(root, gradients[k] if k < len(gradients) else None, self._on_node)
         return None
@@ -632,7 +631,8 @@ class Capture:
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
         """Losses of the latest forward pass, as the user says; see `LossCalls.record`."""
         self._told.record(losses, weight, divisor)
-        self.objective.tell(losses)
+        if losses.dim():
+            self.objective.tell(losses)
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         @_harmless
@@ -670,7 +670,9 @@ class Capture:
             for use, position, values in self._to_show:
                 self._show(use, position, values)
         self.skips = self._settled and not all(f.went_backward or not f.batch_size for f in self._passes)
-        loss = self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale))
+        loss = (
+            self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale.result()[0]))
+        )
         return interpret(self.micros, self.objective, loss, self._batch_size, skips=self._settled)
 
 

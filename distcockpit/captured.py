@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.gradients.constant import constant
+from distcockpit.gradients.known import of_samples
 from distcockpit.gradients.uses import Axes, Formed, MicroBatch, Use
 from distcockpit.module_state import ModuleStates
+from distcockpit.reduce import Pending
 from distcockpit.rng import RandomState
 from distcockpit.trees import memory_of, tensors
 
@@ -82,11 +83,18 @@ class LossCall:
     said: Said | None = None  # the user's word, if the loss was recorded
     of: ForwardPass | None = None  # the pass before it
     factor: Tensor | None = None  # gradient that reached the loss: a number, or one per recorded loss
+    _arrived: list[Pending] = field(default_factory=list)
 
     def receive(self, gradient: Tensor) -> None:
         """A gradient reached the loss."""
-        gradient = gradient.detach()
+        gradient = gradient.detach().double()
         self.factor = gradient if self.factor is None else self.factor + gradient
+        self._arrived.append(Pending(gradient.sum().reshape(1)))
+
+    @property
+    def arrived(self) -> float:
+        """The sum of these gradients; waits until it is known on the host."""
+        return sum(float(each.result()[0]) for each in self._arrived)
 
     @property
     def recorded(self) -> bool:
@@ -197,7 +205,8 @@ class Captured:
         if self.weight and self.batch_size:
             part = self.beside.unscale * self.beside.part(n)
             for name, gradient in self.beside.gradients.items():
-                self.uses = [*self.uses, constant(name, gradient * part, self.batch_size)]
+                same = (gradient * part).expand(self.batch_size, *gradient.shape)
+                self.uses = [*self.uses, of_samples(name, same)]
         return self.batch
 
     @property
@@ -217,7 +226,7 @@ class Beside:
         is_sum: Whether the objective is a sum over samples, reported as their mean, so that they count once in it.
     """
 
-    loss: float = 0.0
+    loss: Tensor | float = 0.0
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     unscale: float = 1.0
     is_sum: bool = False

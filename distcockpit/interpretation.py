@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from distcockpit.captured import Beside, Captured, ForwardPass, Loss, LossCall, Micro, Scale, observed_in, received
-from distcockpit.objective import Objective, Part, Penalty
+from distcockpit.gradients.known import of_samples
+from distcockpit.gradients.uses import Use
+from distcockpit.objective import Objective, Part
+from distcockpit.reduce import Pending
 
 NO_BACKWARD = (
     "A forward pass of the tracked step had no backward before `track` ended. Move loss.backward() inside `with "
@@ -34,13 +37,27 @@ UNPAIRED = (
 )
 
 
+COUPLED = (
+    "the loss couples the samples of a batch ({}), as contrastive losses, Dice and statistics over the batch do: it is no "
+    "sum over samples, so that they have no gradients of their own"
+)
+UNSEEN = (
+    "what {} adds up is not seen, so that it counts as a mean over samples. If it is one over something else, say over how "
+    "many: track(step, weight=...)."
+)
+HAS_GRADIENTS = (
+    "the loss holds gradients of the model (torch.autograd.grad(..., create_graph=True)), whose own gradients by sample "
+    "are not known"
+)
+
+
 @dataclass
 class Interpretation:
     """What a step means."""
 
     captured: list[Captured]
     notices: dict[str, str] = field(default_factory=dict)  # by topic
-    coupled: str = ""  # what couples samples, so that they have no gradients of their own
+    coupled: str = ""  # why samples have no gradients of their own
     own: float = 0.0  # what the mean is multiplied by in the objective
     coefficient: float = 0.0  # of each term
     mix: float = 0.0  # what parts the objective is made of; the same on all ranks, else they have no common one
@@ -52,12 +69,14 @@ class Interpretation:
 class _Terms:
     """The terms of one part of the objective, for the samples of one micro-batch."""
 
+    name: str  # of what added them up
     coefficient: float  # of each term, without the scale of mixed precision; not negative
     divisor: float  # what the sum was divided by
     own: float  # the coefficient of the mean; 1 where the loop divided a sum by what only it knows
     total: Tensor | None
     individual: Tensor | None
     is_sum: bool  # whether nothing divides it
+    pattern: float = 0.0  # of coefficients that differ beside the batch axis; it must be the same for all samples
     weight: float | None = None  # the user's word on how many terms they are
 
 
@@ -93,12 +112,21 @@ def interpret(
             raise RuntimeError(TOO_MANY.format(option=option, value=value, count=len(split)))
     result = Interpretation([])
     result.coupled = next((root.coupled for root in objective.roots if root.coupled), "")
+    if result.coupled:
+        result.coupled = COUPLED.format(result.coupled)
+    elif objective.has_gradients:
+        result.coupled = HAS_GRADIENTS
     scale = loss.factor
-    terms = [_terms_of(micro, parts, scale, loss) for micro in split]
+    terms = [_terms_of(micro, parts, scale, loss, result) for micro in split]
+    everything = [each for mine in terms for each in mine]
+    unknown = [each for each in everything if each.total is None]
+    if len(unknown) == 1 and unknown[0].coefficient and objective.roots:
+        unknown[0].total = _left(objective, everything, scale) / unknown[0].coefficient
     scales = _scales(split, terms, scale, loss, result)
     beside = _beside(objective, terms, scale, result)
     for micro, of_micro in zip(split, scales, strict=True):
         uses = [use for forward in micro.passes for use in received(forward)]
+        uses += [use for part in parts if part.learned for use in _learned(part, micro)]
         observed = [seen for forward in micro.passes for seen in observed_in(forward)]
         size = micro.passes[0].batch_size
         result.captured.append(
@@ -138,58 +166,75 @@ def _grouped(micros: Sequence[Micro], parts: Sequence[Part]) -> list[Micro]:
     return result
 
 
-def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss) -> list[_Terms]:
+def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, result: Interpretation) -> list[_Terms]:
     """What the objective is made of for the samples of a micro-batch."""
     forward = micro.passes[0]
     if not forward.batch_size:
         return []
     mine = [part for part in parts if any(each in part.passes for each in micro.passes)]
-    found = [_terms(part, micro, scale) for part in mine]
+    found = [_terms(part, micro, scale, loss, result) for part in mine]
     told = next((call for call in micro.losses if call.recorded), None)
     if told is None and found:
         return found
     weight = float(forward.batch_size) if loss.weight is None else loss.weight
     if told is not None and (not found or any(each.individual is None for each in found)):
         return [_said(told, found, scale)]
-    return found or [_Terms(1 / weight, weight, 1.0, None, None, False)]
+    return found or [_Terms("", 1 / weight, weight, 1.0, None, None, False)]
 
 
-def _terms(part: Part, micro: Micro, scale: float) -> _Terms:
+def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpretation) -> _Terms:
     assert part.gradient is not None
     reduction = part.reduction
     owner = next(forward for forward in micro.passes if forward in part.passes)
-    values, divisor = reduction.terms.detach(), reduction.divisor
+    values, divisor, pattern = reduction.terms.detach(), reduction.divisor, 0.0
+    if not part.is_seen and loss.weight is not None:
+        divisor = loss.weight
     if reduction.adds or part.at_terms is None:
-        coefficient = float(part.gradient.double().sum()) / divisor
+        coefficient = part.coefficient / divisor if divisor else math.inf
     else:
-        coefficient, values = _weighted(part, values)
+        coefficient, values, pattern = _weighted(part, values)
         divisor = 1.0
     share = part.share(owner)
     sign = math.copysign(1.0, coefficient)
     coefficient = abs(coefficient) / scale
-    own = 1.0 if reduction.is_sum else coefficient * divisor * share
+    own = 1.0 if reduction.is_sum else coefficient * divisor * share if divisor else 0.0
     if not part.is_seen:
-        return _Terms(coefficient, divisor, own, None, None, False)
+        result.notices["unseen"] = UNSEEN.format(reduction.name)
+        return _Terms(reduction.name, coefficient, divisor, own, None, None, False)
     individual = part.sums(owner, values)
     total = values.sum(dtype=torch.float64) if individual is None or share == 1.0 else individual.sum()
     total, individual = total * sign, None if individual is None else individual * sign
-    return _Terms(coefficient, divisor, own, total, individual, reduction.is_sum)
+    return _Terms(reduction.name, coefficient, divisor, own, total, individual, reduction.is_sum, pattern)
 
 
-def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor]:
-    """One coefficient for terms that have different ones, and the terms with what is left of theirs."""
+def _learned(part: Part, micro: Micro) -> list[Use]:
+    """The individual gradients of parameters in the coefficient of a part."""
+    owner = next((forward for forward in micro.passes if forward in part.passes), None)
+    losses = None if owner is None else part.sums(owner, part.reduction.terms.detach())
+    if losses is None:
+        return []
+    each = losses / part.reduction.divisor
+    return [of_samples(name, torch.einsum("n,...->n...", each, v.double())) for name, v in part.learned.items()]
+
+
+def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor, float]:
+    """One coefficient for terms that have different ones, the terms with what is left of theirs, and its pattern."""
     assert part.at_terms is not None and part.gradient is not None
-    at_terms, at_output = part.at_terms.double(), part.gradient.double()
-    some, flat = at_terms[at_terms != 0], at_output.reshape(-1)
-    coefficient = 1.0
-    if some.numel():
-        is_one = bool(some.max() - some.min() <= 1e-6 * some.abs().max())
-        is_one_outside = bool((flat == flat[0]).all()) and bool(flat[0] != 0)
-        if is_one_outside and (part.reduction.is_product or not is_one):
-            coefficient = float(flat[0])
-        else:
-            coefficient = float(some[0] if is_one else some.abs().mean())
-    return coefficient, values.double() * at_terms / coefficient
+    at_terms, flat = part.at_terms.double(), part.gradient.reshape(-1)
+    size, places = at_terms.abs(), torch.arange(1, len(flat) + 1, device=flat.device)
+    largest, some = size.max(), size > 0
+    inside = [largest, size.where(some, largest).min(), size.sum() / some.sum(), at_terms.sum().sign()]
+    outside = [flat[0], flat.min(), flat.max(), (flat * places).sum() / flat.abs().sum()]
+    told = Pending(torch.stack([*inside, *outside])).result().tolist()
+    most, least, mean, sign, first, low, high, pattern = told
+    if not most:
+        return 1.0, values.double() * 0.0, 0.0
+    is_one = most - least <= 1e-6 * most
+    if low == high and first and (part.reduction.is_product or not is_one):
+        coefficient, pattern = first, 0.0
+    else:
+        coefficient, pattern = (most * sign, 0.0) if is_one else (mean, pattern)
+    return coefficient, values.double() * at_terms / coefficient, pattern
 
 
 def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
@@ -198,13 +243,13 @@ def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
     assert said is not None
     if call.factor is not None and said.individual is not None:
         gradient = call.factor.double() / scale
-        mean = float(gradient.mean())
+        mean = call.arrived / len(gradient) / scale
         individual = said.individual * (gradient / mean)
-        return _Terms(mean, 1.0, 1.0, individual.sum(), individual, True, said.weight)
+        return _Terms("record_losses", mean, 1.0, 1.0, individual.sum(), individual, True, weight=said.weight)
     own = found[0].own if found else 1.0
     if call.factor is not None:
-        own = float(call.factor) / scale
-    return _Terms(own / said.divisor, said.divisor, own, said.total, said.individual, False)
+        own = call.arrived / scale
+    return _Terms("record_losses", own / said.divisor, said.divisor, own, said.total, said.individual, False)
 
 
 def _scales(
@@ -212,23 +257,26 @@ def _scales(
 ) -> list[Scale]:
     """How each micro-batch weighs its samples."""
     nothing = Scale(0.0, 0.0, 0.0, None, None)
+    # A part without terms, such as one where all tokens are ignored, makes its micro-batch one without weight.
+    terms = [mine if all(math.isfinite(each.coefficient) for each in mine) else [] for mine in terms]
     present = [(micro, mine) for micro, mine in zip(split, terms, strict=True) if mine]
     if result.coupled:
         return [
             Scale(float(micro.passes[0].batch_size), 1.0, math.nan, None, None) if mine else nothing
             for micro, mine in zip(split, terms, strict=True)
         ]
-    k = len(present)
+    k = len(split)
     first = [max(mine, key=lambda each: each.coefficient) for _, mine in present]
     sums = bool(first) and all(each.is_sum for _, mine in present for each in mine)
     bare = sums and any(all(math.isclose(each.coefficient, one, rel_tol=1e-6) for each in first) for one in (1, 1 / k))
-    undivided = k > 1 and not sums and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
+    alike = _alike([each.own for each in first]) or _alike([each.coefficient for each in first])
+    alike &= len({tuple(each.name for each in mine) for _, mine in present}) < 2
+    undivided = k > 1 and not sums and alike and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
     if undivided:
         result.notices["undivided"] = (
             f"the losses of {k} micro-batches were added up, and not divided by {k}: the optimizer gets {k} times the "
             "gradient of the mean over samples, which is what is stored."
         )
-    alike = _alike([each.own for each in first]) or _alike([each.coefficient for each in first])
     base = next((each.coefficient for each in first if each.coefficient), 0.0)
     found, turn = [], iter(first)
     for micro, mine in zip(split, terms, strict=True):
@@ -253,10 +301,15 @@ def _scales(
     if first:
         result.own = first[0].own * (1 if undivided else k)
         result.coefficient = sum(each.coefficient for each in first) / k
-        ratios = [_mix([each.coefficient for each in mine]) for _, mine in present]
+        ratios = [_mix([each.coefficient for each in mine]) + sum(e.pattern for e in mine) for _, mine in present]
+        if bare:
+            result.notices["sum"] = (
+                "the loss is a sum over samples that nothing divides: what is stored is that of their mean, whatever "
+                "the number of samples and ranks."
+            )
         result.mix = ratios[0] if _alike(ratios) else math.nan
         if not alike:
-            result.mix += _mix([each.own for each in first])
+            result.mix += _mix([each.coefficient if each.is_sum else each.own for each in first])
     return found
 
 
@@ -276,9 +329,7 @@ def _sum(parts: Sequence[tuple[float, Tensor | None]]) -> Tensor | None:
     return sum(known[1:], known[0]) if len(known) == len(parts) else None
 
 
-def _beside(
-    objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, result: Interpretation
-) -> Beside:
+def _beside(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, result: Interpretation) -> Beside:
     """What the objective is more than its terms: penalties, and constants."""
     if not objective.roots or result.coupled:
         return Beside()
@@ -297,12 +348,19 @@ def _beside(
     return Beside(_rest(objective, terms, scale, bool(gradients)) / result.times, gradients, 1 / (scale * result.times))
 
 
-def _rest(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, is_penalized: bool) -> float:
+def _left(objective: Objective, known: Sequence[_Terms], scale: float) -> Tensor:
+    """What is left of the objective without these terms."""
+    whole = torch.stack([root.value for root in objective.roots]).sum() / scale
+    return whole - sum(each.coefficient * each.total for each in known if each.total is not None)
+
+
+def _rest(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, is_penalized: bool) -> Tensor | float:
     everything = [each for mine in terms for each in mine]
-    if any(each.total is None for each in everything):
+    if any(each.total is None or not math.isfinite(each.coefficient) for each in everything):
         return 0.0
-    whole = sum(float(root.value) for root in objective.roots) / scale
-    known = [each.coefficient * float(each.total) for each in everything if each.total is not None]
-    rest, size = whole - sum(known), abs(whole) + sum(map(abs, known))
-    low = any(root.is_low for root in objective.roots)
-    return rest if is_penalized or abs(rest) > (2e-2 if low else 1e-4) * size else 0.0
+    rest = _left(objective, everything, scale)
+    if objective.looks:
+        low = any(root.is_low for root in objective.roots)
+        size = sum(root.value.abs() for root in objective.roots) / scale
+        objective.has_constants = bool(rest.abs() > (2e-2 if low else 1e-4) * size)
+    return rest if is_penalized or objective.has_constants else 0.0

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 
-from distcockpit.gradients.functions import ASKED, ASKING, Mode, OnCall, transforms
+from distcockpit.gradients.functions import ASKED, Mode, OnCall, transforms
+from distcockpit.reduce import Pending
 
 MULTIPLYING = (Tensor.mul, torch.mul)
 SCALER = inspect.getsourcefile(torch.amp.GradScaler)
@@ -33,31 +33,7 @@ class LoopWatch(Mode):
     def __init__(self, on_call: OnCall, on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._on_call, self._on_backward = on_call, on_backward
-        self._handles: list[Any] = []
-        self.scale: Tensor | None = None  # what `torch.amp.GradScaler.scale` multiplied by
-
-    def start(self) -> None:
-        """Begin to look, but where modules ask whether there is a mode."""
-        self._handles = [
-            register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(self._after_module, always_call=True),
-        ]
-        self.enter()
-
-    def stop(self) -> None:
-        """Look no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.leave()
-
-    def _before_module(self, module: nn.Module, args: Any) -> None:
-        if isinstance(module, ASKING) and not module.training:
-            self.suspend()
-
-    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(module, ASKING) and not module.training:
-            self.resume()
+        self.scale: Pending | None = None  # what `torch.amp.GradScaler.scale` multiplied by
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +44,7 @@ class LoopWatch(Mode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:
-            self.scale = args[1].detach().double().clone()
+            self.scale = Pending(args[1].detach().double().reshape(1).clone())
         elif torch.is_grad_enabled():
             self._on_call(func, args, kwargs, result)
         return result

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from distcockpit.captured import Loss, LossCall, Micro, Said
 from distcockpit.trees import map_tensors
 
-SAID_TWICE = "record_losses was called twice for one forward pass. Call it once, with the sum of the losses of each sample."
+SAID_TWICE = (
+    "record_losses was called twice for one forward pass. Call it once, with the sum of the losses of each sample."
+)
 
 OnGradient = Callable[[Tensor, Callable[[Tensor], None], LossCall], None]
 """Puts a hook on a tensor: what receives its gradient, and the call that it belongs to."""

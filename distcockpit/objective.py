@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,33 @@ LINEAR = frozenset(
     f"{name}Backward{k}"
     for k in ("", *range(7))
     for name in (
-        *("Add", "Sub", "Rsub", "Neg", "Stack", "Cat", "Sum", "Mean", "Nansum", "Clone", "Alias", "ToCopy", "CopySlices"),
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Permute", "Transpose", "T", "Repeat"),
+        *(
+            "Add",
+            "Sub",
+            "Rsub",
+            "Neg",
+            "Stack",
+            "Cat",
+            "Sum",
+            "Mean",
+            "Nansum",
+            "Clone",
+            "Alias",
+            "ToCopy",
+            "CopySlices",
+        ),
+        *(
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "Squeeze",
+            "Unsqueeze",
+            "Expand",
+            "Permute",
+            "Transpose",
+            "T",
+            "Repeat",
+        ),
         *("Select", "Slice", "Index", "IndexSelect", "MaskedSelect", "Gather", "Take", "Split", "SplitWithSizes"),
         *("Unbind", "Where", "MaskedFill", "AsStrided", "Diagonal", "Trace", "Flip", "ConstantPadNd", "Cumsum"),
         *("Movedim", "Narrow", "Detach", "Unfold", "Roll", "Trace", "UnsafeSplit", "Copy"),
@@ -47,7 +72,9 @@ LINEAR = frozenset(
 """Operations that are linear in all that is differentiated through them."""
 
 PRODUCTS = frozenset(
-    f"{name}Backward{k}" for k in range(3) for name in ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Vdot")
+    f"{name}Backward{k}"
+    for k in range(3)
+    for name in ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Vdot")
 )
 """Operations that are linear in one of their arguments, if the others depend on no sample."""
 
@@ -84,14 +111,23 @@ class Part:
     owners: Owners | None  # whose terms they are; `None`: found when the step has ended
     gradient: Tensor | None = None  # at what the call returned
     at_terms: Tensor | None = None  # at the terms
+    arrived: list[Pending] = field(default_factory=list)  # the sum of each gradient, on its way to the host
     told: bool = False  # whether the user said that these are the losses
     is_seen: bool = True  # whether the terms are known, and not the sum alone
     numbers: set[int] = field(default_factory=set)  # of the nodes that add them up
+    edge: tuple[Any, int] | None = None  # the node that adds them up
+    learned: dict[str, Tensor] = field(default_factory=dict)  # the gradient of the coefficient, by parameter
 
     def receive(self, gradient: Tensor) -> None:
         """A gradient reached the call."""
-        gradient = gradient.detach()
+        gradient = gradient.detach().double()
         self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
+        self.arrived.append(Pending(gradient.sum().reshape(1)))
+
+    @property
+    def coefficient(self) -> float:
+        """The gradient at what the call returned, summed up; waits until it is known on the host."""
+        return sum(float(each.result()[0]) for each in self.arrived)
 
     @property
     def passes(self) -> Sequence[ForwardPass]:
@@ -150,6 +186,8 @@ class Root:
     parts: list[Part] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
     coupled: str = ""  # the call that couples samples
+    mixing: str = ""  # a call that added up what is of several samples
+    has_learned_weights: bool = False  # whether parameters are in its coefficients
     is_low: bool = False  # whether it is of low precision
 
 
@@ -182,7 +220,17 @@ class Objective:
         self._parts: dict[Any, Part] = {}
         self._told: dict[int, Tensor] = {}
         self.roots: list[Root] = []
+        self.looks = thorough
         self.has_gradients = False  # whether gradients with a graph of their own were computed
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether the objective is more than its terms, as an earlier step found it."""
+        return self._axes.get(("constants",)) is not None
+
+    @has_constants.setter
+    def has_constants(self, value: bool) -> None:
+        self._axes["constants",] = 0 if value else None
 
     # -- while the loop computes ---------------------------------------------------------------------------------------
 
@@ -221,28 +269,30 @@ class Objective:
             gradient: What it is given.
             on_gradient: Puts hooks on nodes.
         """
-        if tensor.grad_fn is None:
+        if tensor.grad_fn is None or not any(forward.batch_size for forward in self._passes):
             return
         value = tensor.detach().double()
         root = Root(value.clone() if gradient is None else (value * gradient.detach().double()).sum())
         root.is_low = tensor.dtype in (torch.float16, torch.bfloat16)
         self.roots.append(root)
         seen: set[tuple[Any, int]] = set()
-        waiting = [(tensor.grad_fn, tensor.output_nr)]
+        waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
         if tensor.dim():
             self._reductions.setdefault(
                 tensor.grad_fn._sequence_nr(),
                 Reduction("backward", tensor, 1.0, False, edge=(tensor.grad_fn._sequence_nr(), tensor.output_nr)),
             )
         while waiting and not root.coupled:
-            node, position = waiting.pop()
-            if (node, position) in seen:
+            edge = waiting.pop()
+            if edge in seen:
                 continue
-            seen.add((node, position))
-            if not self._depends(node):
-                self._penalize(node, position, root, on_gradient)
+            seen.add(edge)
+            if self._depends(edge[0]):
+                waiting += self._pass(*edge, root, on_gradient)
             else:
-                waiting += self._pass(node, position, root, on_gradient)
+                self._penalize(*edge, root, on_gradient)
+        if root.has_learned_weights and not root.coupled:
+            self._learn(tensor, gradient, root)
 
     def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """What lies behind a node that depends on samples, where the path does not end there."""
@@ -256,20 +306,29 @@ class Objective:
         if number in self._told:
             reduction = Reduction("record_losses", self._told[number], 1.0, False, edge=(number, position))
         if reduction is not None and (is_linear or reduction.again is not None or reduction.edge == (number, position)):
-            part = self._cut(reduction)
+            try:
+                part = self._cut(reduction)
+            except Coupled:  # what it added up may be sums themselves
+                part, root.mixing = None, "" if _stacks(reduction.terms) else reduction.name
             if part is not None:
                 root.parts.append(part)
                 self._hook(part, node, position, on_gradient)
                 return []
         if is_linear:
+            root.has_learned_weights |= name in PRODUCTS and len(edges) > 1
             return edges if name in LINEAR else behind
-        if reduction is None and (not _is_number(node, position) or not all(_is_number(*edge) for edge in behind)):
+        of_numbers = _is_number(node, position) and all(_is_number(*edge) for edge in behind)
+        if reduction is None and not of_numbers and not root.mixing:
             return self._unseen(node, position, root, on_gradient)
-        root.coupled = name.partition("Backward")[0] if reduction is None else reduction.name
+        root.coupled = reduction.name if reduction is not None else root.mixing or name.partition("Backward")[0]
         return []
 
     def _cut(self, reduction: Reduction) -> Part | None:
-        """The terms as a part of the objective; ``None`` if they are not those of samples."""
+        """The terms as a part of the objective; ``None`` if they are not those of samples.
+
+        Raises:
+            Coupled: If a term is of several samples.
+        """
         key = reduction.edge or id(reduction)
         if key in self._parts:
             return self._parts[key]
@@ -278,10 +337,7 @@ class Objective:
             number = sum(1 for part in self._parts.values() if part.owners is not None)
             place = (reduction.name, reduction.terms.dim(), number)
             terms = reduction.terms if reduction.again is None else reduction.again()
-            try:
-                owners = owners_of(terms, self._passes, self._axes.get(place), looks=self._thorough)
-            except Coupled:
-                return None
+            owners = owners_of(terms, self._passes, self._axes.get(place), looks=self._thorough)
             if not owners.of or (_stacks(terms) and all(each.batch_size == 1 for each in owners.of)):
                 return None
             found = next(iter(owners.of.values()))
@@ -290,13 +346,30 @@ class Objective:
         self._parts[key] = Part(reduction, owners, told=reduction.name == "record_losses")
         return self._parts[key]
 
+    def _learn(self, tensor: Tensor, gradient: Tensor | None, root: Root) -> None:
+        """Coefficients may hold parameters, as where the weights of several losses are learned."""
+        edges = [GradientEdge(*part.edge) for part in root.parts if part.edge is not None]
+        leaves: Any = list(self._parameters.values())
+        with torch.enable_grad(), without_hooks(leaves):
+            coefficients = torch.autograd.grad(tensor, edges, gradient, True, create_graph=True)
+            for part, coefficient in zip((p for p in root.parts if p.edge is not None), coefficients, strict=True):
+                if coefficient.dim() or not part.reduction.adds:
+                    root.coupled = part.reduction.name
+                elif coefficient.requires_grad:
+                    found = torch.autograd.grad(coefficient, leaves, retain_graph=True, allow_unused=True)
+                    for name, each in zip(self._parameters, found, strict=True):
+                        if each is not None:
+                            part.learned[name] = part.learned[name] + each if name in part.learned else each.detach()
+
     def _unseen(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """A function that adds up terms where no mode sees it: a custom `autograd.Function`, for example."""
         passes = self._passes_behind(node)
         key = node._sequence_nr(), position
         if key not in self._parts:
             owners = Owners(dict.fromkeys(passes)) if passes else None
-            reduction = Reduction(node.name(), torch.empty(0), float(passes[0].batch_size) if passes else 1.0, True, False)
+            reduction = Reduction(
+                node.name(), torch.empty(0), float(passes[0].batch_size) if passes else 1.0, True, False
+            )
             self._parts[key] = Part(reduction, owners, is_seen=False)
             on_gradient(node, _picked(self._parts[key].receive, position))
         root.parts.append(self._parts[key])
@@ -320,6 +393,7 @@ class Objective:
         if number in part.numbers:
             return
         part.numbers.add(number)
+        part.edge = node, position
         on_gradient(node, _picked(part.receive, position))
         if len(part.numbers) > 1:
             part.reduction.adds = False  # the same terms are added up in several ways
@@ -399,8 +473,9 @@ MEANS = (torch.mean, Tensor.mean)
 
 def _adds_up(args: Any, kwargs: Any, result: Any) -> bool:
     """Whether a call gave less than it was given, of what is differentiated."""
-    made = [t for t in tensors(result) if t.grad_fn is not None]
-    return bool(made) and any(_is_less(made, t) for t in tensors((args, kwargs)) if t.requires_grad)
+    made = [t for t in tensors(result) if t.grad_fn is not None and not t.is_nested]
+    given = [t for t in tensors((args, kwargs)) if t.requires_grad and not t.is_nested]
+    return bool(made) and any(_is_less(made, t) for t in given)
 
 
 def _is_less(made: Sequence[Tensor], given: Tensor) -> bool:
@@ -411,7 +486,7 @@ def _is_less(made: Sequence[Tensor], given: Tensor) -> bool:
 
 def drops_batch(args: Any, kwargs: Any, result: Any, n: int) -> bool:
     """Whether a call inside of the model, with n samples, gave something without a batch axis of what may have one."""
-    made = [t for t in tensors(result) if t.is_floating_point()]
+    made = [t for t in tensors(result) if t.is_floating_point() and not t.is_nested]
     if not made or any(n in t.shape for t in made):
         return False
     given = [t for t in tensors((args, kwargs)) if t.is_floating_point() and not t.is_nested]
@@ -443,8 +518,8 @@ def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reductio
     """What a call added up; ``None`` of a loss that adds up nothing."""
     if function in LOSSES:
         return _of_loss(function, args, kwargs)
-    (made, *_), given = tensors(result), [t for t in tensors((args, kwargs)) if t.is_floating_point()]
-    terms = max([t for t in given if t.requires_grad] or given, key=Tensor.numel)
+    given = [t for t in tensors((args, kwargs)) if t.is_floating_point() and not t.is_nested]
+    made, terms = tensors(result)[0], max([t for t in given if t.requires_grad] or given, key=Tensor.numel)
     edge = None if terms.grad_fn is None else (terms.grad_fn._sequence_nr(), terms.output_nr)
     adds = made.dim() == 0 and function in (*SUMS, *MEANS)
     is_mean = adds and function in MEANS

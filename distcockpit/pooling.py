@@ -225,7 +225,10 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     weight = pool.weight or 1.0
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-    losses = torch.cat([nothing, *(m.individual_losses(pool.samples_per_weight, pool.n, setup.device) for m in captured)])
+    losses = torch.cat([
+        nothing,
+        *(m.individual_losses(pool.samples_per_weight, pool.n, setup.device) for m in captured),
+    ])
     wanted = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
@@ -393,7 +396,12 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     present = [micro for micro in captured if micro.batch_size]
     if not present:
         return arrivals.flat(0.0)
-    if len(present) > 1 or arrivals.is_rounded or present[0].beside.gradients or any(use.autocast is not None for use in present[0].uses):
+    if (
+        len(present) > 1
+        or arrivals.is_rounded
+        or present[0].beside.gradients
+        or any(use.autocast is not None for use in present[0].uses)
+    ):
         return None
     factor = present[0].scale.unscale * pool.samples_per_weight / pool.n
     return arrivals.flat(factor if present[0].weight else 0.0)

@@ -111,16 +111,19 @@ def _needs_one(captured: Captured) -> str:
 
 
 @contextmanager
-def without_hooks(parameters: Sequence[nn.Parameter]) -> Generator[None, None, None]:
-    """Take the user's hooks off the parameters: they would see, and change, gradients that are not the run's."""
-    hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
+    """Take the user's hooks off some tensors: they would see, and change, gradients that are not the run's."""
+    hooks = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
+    kept = [(t, t.grad) for t in leaves if t.retains_grad and not t.is_leaf]
     try:
-        for p, _ in hooks:
-            p._backward_hooks = None
+        for t, _ in hooks:
+            t._backward_hooks = None
         yield
     finally:
-        for p, before in hooks:
-            p._backward_hooks = before
+        for t, before in hooks:
+            t._backward_hooks = before
+        for t, before in kept:
+            t.grad = before
 
 
 @contextmanager

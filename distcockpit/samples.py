@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distcockpit.captured import ForwardPass
 from distcockpit.gradients.uses import Axis, Folded, from_front, to_front
+from distcockpit.replay import without_hooks
 from distcockpit.trees import tensors
 
 SEPARATE = 1e-5  # of the largest gradient: what rounding may leave at the outputs of other samples
@@ -59,18 +60,27 @@ def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, 
         Coupled: If a term depends on several samples.
     """
     outputs = [
-        (forward, k, t) for forward in passes for k, t in enumerate(tensors(forward.output)) if t.requires_grad
+        (forward, _axis(forward, k, t), t)
+        for forward in passes
+        for k, t in enumerate(tensors(forward.output))
+        if t.requires_grad
     ]
+    with without_hooks([t for _, _, t in outputs]):
+        return _owners_of(terms, outputs, known, looks)
+
+
+def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], known: Axis, looks: bool) -> Owners:
     reached = _gradients(terms, [t for _, _, t in outputs], torch.ones_like(terms))
     outputs = [each for each, gradient in zip(outputs, reached, strict=True) if gradient is not None]
     mine = list(dict.fromkeys(forward for forward, _, _ in outputs))
     sizes = {forward.batch_size for forward in mine}
-    if any(forward.axes[k] is None for forward, k, _ in outputs):
+    if any(axis is None for _, axis, _ in outputs):
         raise Coupled
-    if sizes == {1}:
-        return Owners({forward: torch.zeros(terms.numel(), dtype=torch.int64, device=terms.device) for forward in mine})
+    if sizes <= {0, 1}:
+        of = torch.zeros(terms.numel(), dtype=torch.int64, device=terms.device)
+        return Owners({forward: of if forward.batch_size else of - 1 for forward in mine})
     if len(sizes) == 1:
-        candidates = [known] if known is not None else []
+        candidates: list[Axis] = [known] if known is not None else []
         candidates += [axis for axis in _candidates(terms.shape, *sizes) if axis != known]
         for axis in candidates:
             if not _fits(terms.shape, axis, *sizes):
@@ -78,6 +88,12 @@ def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, 
             if (axis == known and not looks) or _belong(terms, axis, outputs):
                 return Owners(dict.fromkeys(mine, axis))
     return Owners(_found(terms, outputs, mine)) if mine else Owners({})
+
+
+def _axis(forward: ForwardPass, position: int, output: Tensor) -> Axis:
+    """Where the batch is in an output; at the first step that may be a guess."""
+    axis, size = forward.axes[position], forward.batch_size
+    return list(output.shape).index(size) if axis is None and list(output.shape).count(size) == 1 else axis
 
 
 def _gradients(terms: Tensor, outputs: Sequence[Tensor], weights: Tensor, **options: bool) -> Sequence[Tensor | None]:
@@ -101,15 +117,15 @@ def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:
     return axis is not None and len(shape) > axis and shape[axis] == n
 
 
-def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, int, Tensor]]) -> bool:
+def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]]) -> bool:
     """Whether the terms of some samples leave the outputs of the others alone."""
     n = outputs[0][0].batch_size
     for loud in parts_of(n):
         weights = to_front(torch.zeros_like(terms), axis).clone()
         weights[loud.to(terms.device)] = 1
         found = _gradients(terms, [t for _, _, t in outputs], from_front(weights, axis).reshape(terms.shape))
-        for (forward, k, _), gradient in zip(outputs, found, strict=True):
-            if gradient is not None and reaches(~loud, to_front(gradient.detach(), forward.axes[k])):
+        for (_, at, _), gradient in zip(outputs, found, strict=True):
+            if gradient is not None and reaches(~loud, to_front(gradient.detach(), at)):
                 return False
     return True
 
@@ -129,7 +145,7 @@ def reaches(silent: Tensor, gradient: Tensor) -> bool:
 
 
 def _found(
-    terms: Tensor, outputs: Sequence[tuple[ForwardPass, int, Tensor]], passes: Sequence[ForwardPass]
+    terms: Tensor, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]], passes: Sequence[ForwardPass]
 ) -> dict[ForwardPass, Tensor]:
     """The sample of each term, by pass: digit by digit, from what a term changes by when some samples change.
 
@@ -145,9 +161,9 @@ def _found(
             for forward in passes:
                 rows = torch.arange(forward.batch_size)
                 moved = []
-                for (of, k, _), gradient in zip(outputs, found, strict=True):
+                for (of, axis, _), gradient in zip(outputs, found, strict=True):
                     if of is forward and gradient is not None:
-                        at = to_front(gradient, forward.axes[k])
+                        at = to_front(gradient, axis)
                         moved.append(at * torch.rand(at.shape, generator=generator).add(0.5).to(at))
                 reached = torch.zeros(terms.numel(), dtype=torch.bool)
                 for digit in range(max(1, math.ceil(math.log2(forward.batch_size)))):

@@ -69,7 +69,7 @@ class Session:
     _pid: int = field(default_factory=os.getpid)
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
-    _skipped: list[dict[str, Any]] = field(default_factory=list)  # the steps at which tracking stopped, and why
+    _notices: list[dict[str, Any]] = field(default_factory=list)  # what was said, and at which step
     _logs_handed_on: float = 0.0
     _memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     _outstanding: list[Pending] = field(default_factory=list)
@@ -265,10 +265,13 @@ class Session:
             raise RuntimeError(f"The store could not be written: {error}") from error
 
     def say_once(self, topic: str, text: str) -> None:
-        """Log a warning, the first time that its topic comes up."""
+        """Log a warning, the first time that its topic comes up; rank 0 stores it, too, in the attribute ``notices``."""
         if topic not in self._said:
             self._said.add(topic)
             logger.warning("distcockpit: %s", text)
+            if self.recorder is not None:
+                self._notices.append({"step": self.last_step, "topic": topic, "text": text})
+                self.recorder.describe({"notices": list(self._notices)})
 
     def log(self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, float | Tensor]) -> None:
         """See ``DistCockpit.log``.
@@ -291,10 +294,7 @@ class Session:
             error: What is in the way.
         """
         self.start = None
-        why, topic = f"{type(error).__name__}: {error}", f"skip {type(error).__name__}"
-        if self.recorder is not None and topic not in self._said:
-            self._skipped.append({"step": step, "why": why})
-            self.recorder.describe({"skipped": list(self._skipped)})
+        why, topic = f"{type(error).__name__}: {error}", f"skipped {type(error).__name__}"
         self.say_once(
             topic,
             f"step {step} is not tracked, nor are later ones as long as this lasts; the run goes on: {why}",

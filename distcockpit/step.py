@@ -30,6 +30,7 @@ from distcockpit.session import Session
 from distcockpit.shadow import Told, share_present
 from distcockpit.update import Start
 
+
 class _NotTracked(Exception):
     """A step that cannot be tracked, which all ranks know in time; its cause says why."""
 
@@ -289,7 +290,7 @@ class TrackedStep:
         for topic, text in found.notices.items():
             self._session.say_once(topic, f"step {self._step}: {text}")
         if found.coupled:
-            self._check_samples_are_needed(found.coupled)
+            self._check_no_gradients_are_needed(found.coupled)
             return found
         self._check_losses_are_known(captured)
         seen = capture.arrivals.gradients
@@ -302,16 +303,12 @@ class TrackedStep:
         check_uses(found.captured)
         return found
 
-    def _check_samples_are_needed(self, coupled: str) -> None:
+    def _check_no_gradients_are_needed(self, why: str) -> None:
         """Whether quantities that the user listed want individual gradients, where samples have none.
 
         Raises:
             RuntimeError: If so, at the first tracked step.
         """
-        why = (
-            f"the loss couples the samples of a batch ({coupled}), as contrastive losses, Dice and statistics over the "
-            "batch do: it is no sum over samples, so that they have no gradients of their own"
-        )
         wanting = self._active.with_individual_gradients
         required = [q.name for q in wanting if q.required]
         if required and not self._settled:

@@ -307,7 +307,9 @@ OBJECTIVES: dict[str, Objective] = {
     'reduction="none", then mean': Objective(lambda z, d, _: F.cross_entropy(z, d.y, reduction="none").mean(), ce),
     "written by hand": Objective(lambda z, d, _: -z.log_softmax(1).gather(1, d.y[:, None]).mean(), ce),
     "F.nll_loss of log-softmax": Objective(lambda z, d, _: F.nll_loss(F.log_softmax(z, 1), d.y), ce),
-    "half of it": Objective(lambda z, d, _: 0.5 * F.cross_entropy(z, d.y), lambda z, d, _: (0.5 * nll(z, d.y).sum(), 1)),
+    "half of it": Objective(
+        lambda z, d, _: 0.5 * F.cross_entropy(z, d.y), lambda z, d, _: (0.5 * nll(z, d.y).sum(), 1)
+    ),
     "a mean over tokens, some ignored": Objective(
         lambda z, d, _: F.cross_entropy(z.view(-1, C), d.tokens.view(-1), ignore_index=-100), tokens, Tokens
     ),
@@ -339,9 +341,7 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "F.mse_loss": Objective(lambda z, d, _: F.mse_loss(z, d.target), both(0, 1)),
     "((z - t) ** 2).mean()": Objective(lambda z, d, _: ((z - d.target) ** 2).mean(), both(0, 1)),
-    "(z - t).pow(2).mean(0).sum()": Objective(
-        lambda z, d, _: (z - d.target).pow(2).mean(0).sum() / C, both(0, 1)
-    ),
+    "(z - t).pow(2).mean(0).sum()": Objective(lambda z, d, _: (z - d.target).pow(2).mean(0).sum() / C, both(0, 1)),
     "F.huber_loss": Objective(lambda z, d, _: F.huber_loss(z, d.target, delta=0.5), huber),
     "binary cross-entropy, pos_weight": Objective(
         lambda z, d, _: F.binary_cross_entropy_with_logits(z, d.bits, pos_weight=POS_WEIGHT), bits
@@ -350,9 +350,7 @@ OBJECTIVES: dict[str, Objective] = {
         lambda z, d, _: F.gaussian_nll_loss(z, d.target, z.exp()),
         lambda z, d, _: (((z + (z - d.target) ** 2 / z.exp()) / 2).sum() / C, 1),
     ),
-    "0.1 * CE + MSE": Objective(
-        lambda z, d, _: 0.1 * F.cross_entropy(z, d.y) + F.mse_loss(z, d.target), both(0.1, 1)
-    ),
+    "0.1 * CE + MSE": Objective(lambda z, d, _: 0.1 * F.cross_entropy(z, d.y) + F.mse_loss(z, d.target), both(0.1, 1)),
     "0.5 * CE + 0.5 * MSE": Objective(
         lambda z, d, _: 0.5 * F.cross_entropy(z, d.y) + 0.5 * F.mse_loss(z, d.target), both(0.5, 0.5)
     ),

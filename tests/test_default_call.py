@@ -200,7 +200,7 @@ def test_a_run_that_changes_goes_on(tmp_path: Path, name: str, caplog: pytest.Lo
     np.testing.assert_allclose(np.linalg.norm(run["grad_norm"]["grad_norm"], axis=1), expected, rtol=1e-3)
     if steps != list(range(6)):
         assert steps == [0, 1]
-        assert [skipped["step"] for skipped in run.attrs["skipped"]] == [2]
+        assert [each["step"] for each in run.attrs["notices"] if each["topic"].startswith("skipped ")] == [2]
         assert "step 2 is not tracked" in caplog.text
 
 
@@ -272,5 +272,5 @@ def test_a_step_is_left_out_on_all_ranks(ranks: Ranks, tmp_path: Path, size: int
     run = open_run(tmp_path / "run")
     assert run["by_hand"]["step"].values.tolist() == [0, 1, 3, 4] and not run["by_hand"]["norm_test"].isnull().any()
     assert run["alpha"]["step"].values.tolist() == [0, 3]
-    (skipped,) = run.attrs["skipped"]
-    assert skipped["step"] == 2 and f"Rank {size - 1} could not finish tracked step 2" in skipped["why"]
+    (notice,) = run.attrs["notices"]
+    assert notice["step"] == 2 and f"Rank {size - 1} could not finish tracked step 2" in notice["text"]

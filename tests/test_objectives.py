@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from objectives import OBJECTIVES, Data, Objective
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
@@ -133,3 +135,78 @@ def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, sett
             np.testing.assert_allclose(row[field], sure[field], rtol=2e-3, atol=1e-6, err_msg=field)
         if sure["alpha"] != -1:
             np.testing.assert_allclose(row["alpha"], sure["alpha"], rtol=2e-2, atol=1e-3)
+
+
+# -- what is no sum over samples ---------------------------------------------------------------------------------------
+
+
+def dice(z: Tensor, d: Data) -> Tensor:
+    p = z.sigmoid()
+    return 1 - 2 * (p * d.bits).sum() / (p.sum() + d.bits.sum())
+
+
+def over_the_batch(z: Tensor, d: Data) -> Tensor:
+    return ((z - z.mean(0)) ** 2).mean()
+
+
+def gradient_penalty(model: Any, d: Data) -> Tensor:
+    x = d.x.clone().requires_grad_()
+    z = model(x)
+    (at_inputs,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return F.cross_entropy(z, d.y) + at_inputs.square().sum(1).mean()
+
+
+COUPLED: dict[str, tuple[Any, str]] = {
+    "Dice": (lambda model, d: dice(model(d.x), d), r"\(Div\)"),
+    "contrastive": (
+        lambda model, d: F.cross_entropy(torch.tanh(model(d.x)) @ torch.tanh(model(d.x)).T, torch.arange(len(d.x))),
+        r"\(cross_entropy\)",
+    ),
+    "statistics of the batch": (lambda model, d: over_the_batch(model(d.x), d), r"\(mean\)"),
+    "a root of a mean": (lambda model, d: F.mse_loss(model(d.x), d.target).sqrt(), r"\(Sqrt\)"),
+    "the largest loss": (
+        lambda model, d: F.cross_entropy(model(d.x), d.y, reduction="none").max(),
+        r"\(max\)",
+    ),
+    "a gradient penalty": (gradient_penalty, "create_graph"),
+}
+
+
+def train_coupled(rank: int, size: int, group: Any, name: str, store: str, quantities: Any) -> list[Tensor]:
+    net = initialised(Objective(None, None))  # type: ignore[arg-type]
+    optimizer, d = torch.optim.SGD(net.parameters(), lr=0.1), data(0)
+    n = [24] if size == 1 else [15, 9]
+    mine = slice(sum(n[:rank]), sum(n[: rank + 1]))
+    options: dict[str, Any] = {"store": store, "enabled": bool(store), "quantities": quantities}
+    with DistCockpit(net, optimizer=optimizer, schedule=1, process_group=group, **options) as cockpit:
+        for step in range(4):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                COUPLED[name][0](cockpit, Data(d.x[mine], d.y[mine])).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_samples(ranks: Ranks, tmp_path: Path, name: str, size: int) -> None:
+    """A preset goes on with what there is, and says why; what was asked for by hand is an error at the first step."""
+    store = str(tmp_path / "run")
+    if size == 1:
+        after = train_coupled(0, 1, None, name, store, "economy")
+    else:
+        after = ranks.run(size, train_coupled, name, store, "economy")[0]
+    if size == 1:
+        plain = train_coupled(0, 1, None, name, "", None)
+        assert all(torch.equal(a, b) for a, b in zip(after, plain, strict=True))
+    run = open_run(store)
+    (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "coupled"]
+    assert notice["step"] == 0 and re.search(COUPLED[name][1], notice["text"])
+    for quantity, field in [("loss", "loss"), ("norm_test", "norm_test"), ("grad_norm", "total"), ("alpha", "alpha")]:
+        assert run[quantity].sizes["step"] >= 3 and run[quantity][field].isnull().all(), quantity
+    meanings = run["alpha"]["status"].attrs["flag_meanings"].split()
+    assert {meanings[int(status)] for status in run["alpha"]["status"]} == {"no_individual_gradients"}
+    assert not run["update_size"]["update_size"].isnull().any()
+    assert run["rank_health"]["nonfinite_gradients"].values.max() == 0
+    with pytest.raises(RuntimeError, match=r"Quantities \['norm_test'\] need individual gradients"):
+        train_coupled(0, 1, None, name, str(tmp_path / "by hand"), [NormTest()])

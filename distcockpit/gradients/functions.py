@@ -9,6 +9,8 @@ anything else counts as a constant, which is exact, too, since the samples are t
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -17,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distcockpit.gradients.forms import FUNCTIONS
 from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
 from distcockpit.gradients.uses import CALLS, Layer
-from distcockpit.hooks import Hook
 from distcockpit.rng import RandomState
 from distcockpit.trees import map_tensors, tensors
 
@@ -88,34 +89,61 @@ class Mode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._suspended, self._is_on = 0, False
+        self._suspended, self._is_on, self._thread = 0, False, threading.get_ident()
         self.is_muted = False  # while another one sees what is called
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return self._thread == threading.get_ident()
+
+    def mark(self, batch: Iterable[Tensor]) -> None:
+        """These were made while it was away."""
 
     def enter(self) -> None:
         """Begin to look."""
-        self.is_muted = False
-        if not self._is_on:
-            self._is_on = True
-            self.__enter__()
+        self._is_on = True
+        self.__enter__()
 
     def leave(self) -> None:
-        """Look away; what was left on top of the modes stays, and this one is mute below it."""
-        if self._is_on and _get_current_function_mode() is self:
-            self._is_on = False
-            self.__exit__(None, None, None)
-        else:
-            self.is_muted = True
+        """Look away; what was left on top of the modes stays."""
+        if not self._is_on or self not in _get_current_function_mode_stack():
+            return
+        self._is_on = False
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def begin(self) -> None:
+        """Begin to look, but where modules compute in another way if there is a mode."""
+        if not _present:
+            for kind in ASKING:
+                kind.forward = _without_modes(kind.forward)  # type: ignore[method-assign]
+        _present.append(self)
+        self.enter()
+
+    def end(self) -> None:
+        """Look no more."""
+        self.leave()
+        if self in _present:
+            _present.remove(self)
+            if not _present:
+                for kind in ASKING:
+                    kind.forward = kind.forward.__wrapped__  # type: ignore[attr-defined, method-assign]
 
     def suspend(self) -> None:
         """Be away for a module whose code asks whether there is a mode."""
         if not self._suspended:
+            self._was_on = self._is_on
             self.leave()
         self._suspended += 1
 
     def resume(self) -> None:
         """Be there again."""
         self._suspended -= 1
-        if not self._suspended:
+        if self._was_on and not self._suspended:
             self.enter()
 
 
@@ -258,7 +286,30 @@ def _opened(function: Any) -> Callable[..., Any]:
 OPEN_ATTENTION = _opened(F.multi_head_attention_forward)
 
 ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that compute in another way, by some 1e-6, where there is a mode."""
+"""Modules that compute in another way, by some 1e-6, where there is a mode and nothing is differentiated."""
+
+_present: list[Mode] = []
+"""The modes that are on in a step, the innermost last."""
+
+
+def _without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def away(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = tensors((args, kwargs))
+        differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *module.parameters()))
+        modes = [] if module.training or differentiates else [mode for mode in _present if mode.is_here]
+        for mode in reversed(modes):
+            mode.suspend()
+        try:
+            output = forward(module, *args, **kwargs)
+        finally:
+            for mode in modes:
+                mode.resume()
+        for mode in modes:
+            mode.mark(tensors(output))
+        return output
+
+    return away
 
 
 @contextmanager
@@ -279,7 +330,6 @@ def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> 
     handles = [
         model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
         model.register_forward_hook(lambda *_: watch.leave(), always_call=True),
-        *away(model, lambda: watch),
     ]
     try:
         yield
@@ -291,26 +341,3 @@ def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> 
 def batched(tree: Any, batch_dim: int, batch_size: int) -> list[Tensor]:
     """The tensors whose axis ``batch_dim`` is as long as the batch."""
     return [t for t in tensors(tree) if t.dim() > batch_dim and t.shape[batch_dim] == batch_size]
-
-
-def away(model: nn.Module, watch: Callable[[], Watch | None]) -> list[Any]:
-    """Hooks that take the mode away where modules ask whether there is one."""
-    handles: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, ASKING) and module is not model:
-            gone: list[Watch] = []
-
-            def leave(asking: nn.Module, _: Any, gone: list[Watch] = gone) -> None:
-                mode = watch()
-                if mode is not None and not asking.training:
-                    gone.append(mode)
-                    mode.suspend()
-
-            def back(_: nn.Module, args: Any, output: Any, gone: list[Watch] = gone) -> None:
-                if gone:
-                    gone[-1].mark(tensors(output))
-                    gone.pop().resume()
-
-            handles.append(module.register_forward_pre_hook(Hook(leave), prepend=True))
-            handles.append(module.register_forward_hook(Hook(back), prepend=True, always_call=True))
-    return handles

@@ -25,6 +25,7 @@ STATUS = (
     "fewer_than_two_samples",
     "interrupted",
     "losses_unknown",
+    "no_individual_gradients",
 )
 OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
 ZERO_VARIANCE = 1e-10
@@ -130,6 +131,7 @@ class Alpha(Quantity):
             "skipped": batch.once(update.skipped),
             "interrupted": batch.once(update.interrupted),
             "unknown": batch.vector([not batch.losses_known])[0],
+            "coupled": batch.vector([not batch.has_gradients])[0],
         }
         return sums | {name: _moments(values) for name, values in zip(OBSERVATIONS, samples, strict=True)}
 
@@ -150,6 +152,8 @@ class Alpha(Quantity):
         elif totals["interrupted"]:
             alpha, status = np.nan, "interrupted"
             means[2:], variances[2:] = np.nan, np.nan
+        elif totals["coupled"]:
+            alpha, status = np.nan, "no_individual_gradients"
         elif totals["unknown"]:
             alpha, status = np.nan, "losses_unknown"
         elif min(counts) < 2:

@@ -1,4 +1,4 @@
-"""A gradient that is the same for every sample: that of a penalty on the parameters."""
+"""Individual gradients that are there already: of penalties on parameters, and of parameters in the loss itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from distcockpit.gradients.uses import Blocks, Layer, Rule, Use
 
 
-class ConstantRule(Rule):
+class GivenRule(Rule):
     """The individual gradients are there."""
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
@@ -17,18 +17,17 @@ class ConstantRule(Rule):
         return lambda samples: {name: use.delta[samples] for name in names}
 
 
-def constant(name: str, gradient: Tensor, n: int) -> Use:
-    """What gives n samples the same gradient.
+def of_samples(name: str, gradients: Tensor) -> Use:
+    """What gives samples these gradients.
 
     Args:
         name: Of the parameter.
-        gradient: Of its shape.
-        n: Number of samples.
+        gradients: ``[B, *parameter.shape]``.
     """
-    layer = Layer("a penalty", nn.Identity(), {"p": name}, {"p": name}, is_leaf=True, function="a penalty")
+    layer = Layer("the loss", nn.Identity(), {"p": name}, {"p": name}, is_leaf=True, function="the loss")
     return Use(
         layer,
-        ConstantRule(),
+        GivenRule(),
         (),
         {},
         versions=[],
@@ -38,9 +37,9 @@ def constant(name: str, gradient: Tensor, n: int) -> Use:
         states=None,
         autocast=None,
         axes=(0,),
-        shapes=[gradient.expand(n, *gradient.shape).shape],
+        shapes=[gradients.shape],
         given=[],
         key="",
         call=0,
-        output_gradients={0: gradient.expand(n, *gradient.shape)},
+        output_gradients={0: gradients},
     )
