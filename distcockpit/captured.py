@@ -1,8 +1,9 @@
 """What is kept of a tracked step: forward passes, what the user said of losses, and micro-batches with their scales.
 
-**Unscaling happens here, once.** Autograd delivers ``c`` times the gradient of the sum of terms of this rank; one process
-with the whole batch has the mean of ``l_i = (N / W) T_i`` over N samples, T_i the sum of the terms of sample i. So the
-output gradients of a micro-batch are multiplied by ``(N / W) / c``, and from then on every formula reads like its paper.
+**Unscaling happens here, once.** Autograd delivers ``c`` times the gradient of the sum of the terms of this rank. One
+process with the whole batch has the mean of ``l_i = (N / W) T_i`` over N samples, T_i the sum of sample i's terms. So
+the output gradients of a micro-batch are multiplied by ``(N / W) / c``, and from then on every formula reads like its
+paper.
 """
 
 from __future__ import annotations
@@ -145,6 +146,11 @@ class Captured:
     observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
     formed: Formed = field(default_factory=dict)  # individual gradients that a walk kept
     beside: Beside = field(default_factory=lambda: Beside())
+    has_gradients: bool = True  # whether its samples have gradients of their own; where they have none, these are NaN
+
+    def without_gradients(self) -> None:
+        """Its samples have no gradients of their own."""
+        self.scale, self.has_gradients = replace(self.scale, unscale=math.nan, individual=None, total=None), False
 
     @property
     def weight(self) -> float:

@@ -1,11 +1,11 @@
 """What the hooks collected in a tracked step, and what it means: micro-batches with their weights and scales.
 
-**Unscaling happens here, once.** The objective is what the optimizer gets: the sum of all that is differentiated. On one
-rank, ``c`` is the coefficient of the terms there, with the scale of mixed precision divided out. One process with the
-whole batch would have ``1 / W``, with W the sum of ``1 / (K c)`` over the ranks and their K micro-batches: means over
-samples or tokens have ``c = 1 / (K w)`` with w their number, and their W is the number of all; what is divided by a
-number that all ranks know has the same c everywhere, and that is what W gives back. A sum that nothing divides is
-reported as the mean over samples: ``W = N``.
+The objective is what the optimizer gets: the sum of all that is differentiated. On one rank, ``c`` is the coefficient
+of the terms there, with the scale of mixed precision divided out. One process with the whole batch would have ``1/W``,
+with W the sum of ``1 / (K c)`` over the ranks and their K micro-batches: means over samples or tokens have
+``c = 1 / (K w)`` with w their number, and their W is the number of all; what is divided by a number that all ranks know
+has the same c everywhere, and that is what W gives back. A sum that nothing divides is reported as the mean over
+samples: ``W = N``.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ UNPAIRED = (
 
 
 COUPLED = (
-    "the loss couples the samples of a batch ({}), as contrastive losses, Dice and statistics over the batch do: it is no "
-    "sum over samples, so that they have no gradients of their own"
+    "the loss couples the samples of a batch ({}), as contrastive losses, Dice and statistics over the batch do: it is "
+    "no sum over samples, so that they have no gradients of their own"
 )
 UNSEEN = (
-    "what {} adds up is not seen, so that it counts as a mean over samples. If it is one over something else, say over how "
-    "many: track(step, weight=...)."
+    "what {} adds up is not seen, so that it counts as a mean over samples. If it is one over something else, say over "
+    "how many: track(step, weight=...)."
 )
 HAS_GRADIENTS = (
-    "the loss holds gradients of the model (torch.autograd.grad(..., create_graph=True)), whose own gradients by sample "
-    "are not known"
+    "the loss holds gradients of the model (torch.autograd.grad(..., create_graph=True)), whose own gradients by "
+    "sample are not known"
 )
 
 
@@ -129,10 +129,29 @@ def interpret(
         uses += [use for part in parts if part.learned for use in _learned(part, micro)]
         observed = [seen for forward in micro.passes for seen in observed_in(forward)]
         size = micro.passes[0].batch_size
-        result.captured.append(
-            Captured(size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside)
-        )
+        captured = Captured(size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside)
+        if result.coupled:
+            captured.without_gradients()
+        result.captured.append(captured)
+    if objective.looks:
+        _compare(result, loss, scale)
     return result
+
+
+def _compare(result: Interpretation, loss: Loss, scale: float) -> None:
+    """Whether what the user says of the loss is what was seen."""
+    for captured in result.captured:
+        if captured.scale.total is None or len(captured.losses) != 1 or not captured.scale.unscale:
+            continue
+        (call,), k = captured.losses, len(result.captured) if result.times == 1 else 1
+        said = float(call.value if call.said is None else call.said.total / call.said.divisor)
+        seen = float(captured.scale.total * k / (captured.scale.unscale * scale) + captured.beside.loss)
+        if math.isfinite(said) and not math.isclose(said, seen, rel_tol=2e-2, abs_tol=1e-6):
+            who = "record_losses says" if call.recorded else f"loss_fn ({type(loss.module).__name__}) gave"
+            result.notices["said"] = (
+                f"{who} {said:.6g}, but what is differentiated is {seen:.6g}. The latter is what is stored, but for "
+                "curvature, which is that of loss_fn alone."
+            )
 
 
 def _grouped(micros: Sequence[Micro], parts: Sequence[Part]) -> list[Micro]:
@@ -258,20 +277,18 @@ def _scales(
     """How each micro-batch weighs its samples."""
     nothing = Scale(0.0, 0.0, 0.0, None, None)
     # A part without terms, such as one where all tokens are ignored, makes its micro-batch one without weight.
-    terms = [mine if all(math.isfinite(each.coefficient) for each in mine) else [] for mine in terms]
+    terms = [mine if all(each.divisor for each in mine) else [] for mine in terms]
     present = [(micro, mine) for micro, mine in zip(split, terms, strict=True) if mine]
     if result.coupled:
-        return [
-            Scale(float(micro.passes[0].batch_size), 1.0, math.nan, None, None) if mine else nothing
-            for micro, mine in zip(split, terms, strict=True)
-        ]
+        sizes = [float(micro.passes[0].batch_size) for micro in split]
+        return [Scale(size, 1.0, 1.0, None, None) if size else nothing for size in sizes]
     k = len(split)
     first = [max(mine, key=lambda each: each.coefficient) for _, mine in present]
     sums = bool(first) and all(each.is_sum for _, mine in present for each in mine)
     bare = sums and any(all(math.isclose(each.coefficient, one, rel_tol=1e-6) for each in first) for one in (1, 1 / k))
-    alike = _alike([each.own for each in first]) or _alike([each.coefficient for each in first])
-    alike &= len({tuple(each.name for each in mine) for _, mine in present}) < 2
-    undivided = k > 1 and not sums and alike and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
+    is_one = alike([each.own for each in first]) or alike([each.coefficient for each in first])
+    is_one &= len({tuple(each.name for each in mine) for _, mine in present}) < 2
+    undivided = k > 1 and not sums and is_one and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
     if undivided:
         result.notices["undivided"] = (
             f"the losses of {k} micro-batches were added up, and not divided by {k}: the optimizer gets {k} times the "
@@ -285,7 +302,7 @@ def _scales(
             found.append(nothing)
             continue
         reference = next(turn)
-        own = reference.coefficient if alike else base
+        own = reference.coefficient if is_one else base
         if not own:
             zero = torch.zeros(int(size), dtype=torch.float64)
             found.append(Scale(size, 1.0, 0.0, zero, zero.sum()))
@@ -307,8 +324,8 @@ def _scales(
                 "the loss is a sum over samples that nothing divides: what is stored is that of their mean, whatever "
                 "the number of samples and ranks."
             )
-        result.mix = ratios[0] if _alike(ratios) else math.nan
-        if not alike:
+        result.mix = ratios[0] if alike(ratios) else math.inf
+        if not is_one:
             result.mix += _mix([each.coefficient if each.is_sum else each.own for each in first])
     return found
 
@@ -319,8 +336,10 @@ def _mix(coefficients: Sequence[float]) -> float:
     return sum((k + 1) * each / base for k, each in enumerate(coefficients))
 
 
-def _alike(numbers: Sequence[float]) -> bool:
-    return all(math.isclose(each, numbers[0], rel_tol=1e-3) for each in numbers)
+def alike(numbers: Sequence[float]) -> bool:
+    """Whether these are one number but for rounding; what is NaN is so on its own."""
+    known = [each for each in numbers if not math.isnan(each)]
+    return all(math.isclose(each, known[0], rel_tol=1e-3) for each in known)
 
 
 def _sum(parts: Sequence[tuple[float, Tensor | None]]) -> Tensor | None:
@@ -356,7 +375,7 @@ def _left(objective: Objective, known: Sequence[_Terms], scale: float) -> Tensor
 
 def _rest(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, is_penalized: bool) -> Tensor | float:
     everything = [each for mine in terms for each in mine]
-    if any(each.total is None or not math.isfinite(each.coefficient) for each in everything):
+    if any(each.total is None or not each.divisor for each in everything):
         return 0.0
     rest = _left(objective, everything, scale)
     if objective.looks:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
+from torch.nn._reduction import legacy_get_string
 
 from distcockpit.captured import ForwardPass
 from distcockpit.gradients.uses import Axis
@@ -66,7 +67,7 @@ LINEAR = frozenset(
         ),
         *("Select", "Slice", "Index", "IndexSelect", "MaskedSelect", "Gather", "Take", "Split", "SplitWithSizes"),
         *("Unbind", "Where", "MaskedFill", "AsStrided", "Diagonal", "Trace", "Flip", "ConstantPadNd", "Cumsum"),
-        *("Movedim", "Narrow", "Detach", "Unfold", "Roll", "Trace", "UnsafeSplit", "Copy"),
+        *("Movedim", "Narrow", "Unfold", "Roll", "UnsafeSplit", "Copy", "Repeat", "Sort", "Topk"),
     )
 ) | {"CopySlices", "CopyBackwards"}
 """Operations that are linear in all that is differentiated through them."""
@@ -153,10 +154,9 @@ class Part:
 
     def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor | None:
         """The terms added up by sample, float64 ``[B]``; ``None`` if it is not known whose they are."""
-        if self.reduction.inside is None:
-            return None if self.owners is None else self.owners.sums(forward, terms)
-        axis = self.reduction.axis
-        return None if axis is None else Owners({forward: axis}).sums(forward, terms)
+        if self.reduction.inside is not None:
+            return Owners({forward: self.reduction.axis}).sums(forward, terms)
+        return None if self.owners is None else self.owners.sums(forward, terms)
 
     def receive_at_terms(self, gradient: Tensor) -> None:
         """A gradient reached the terms."""
@@ -309,7 +309,7 @@ class Objective:
             try:
                 part = self._cut(reduction)
             except Coupled:  # what it added up may be sums themselves
-                part, root.mixing = None, "" if _stacks(reduction.terms) else reduction.name
+                part, root.mixing = None, root.mixing if _stacks(reduction.terms) else reduction.name
             if part is not None:
                 root.parts.append(part)
                 self._hook(part, node, position, on_gradient)
@@ -320,6 +320,11 @@ class Objective:
         of_numbers = _is_number(node, position) and all(_is_number(*edge) for edge in behind)
         if reduction is None and not of_numbers and not root.mixing:
             return self._unseen(node, position, root, on_gradient)
+        if reduction is not None and not root.mixing and reduction.again is not None:
+            part = self._parts.setdefault(number, Part(reduction, Owners(dict.fromkeys(self._passes_behind(node)))))
+            root.parts.append(part)
+            self._hook(part, node, position, on_gradient)
+            return []
         root.coupled = reduction.name if reduction is not None else root.mixing or name.partition("Backward")[0]
         return []
 
@@ -341,7 +346,7 @@ class Objective:
             if not owners.of or (_stacks(terms) and all(each.batch_size == 1 for each in owners.of)):
                 return None
             found = next(iter(owners.of.values()))
-            if not isinstance(found, Tensor):
+            if found is not None and not isinstance(found, Tensor):
                 self._axes[place] = found
         self._parts[key] = Part(reduction, owners, told=reduction.name == "record_losses")
         return self._parts[key]
@@ -366,11 +371,9 @@ class Objective:
         passes = self._passes_behind(node)
         key = node._sequence_nr(), position
         if key not in self._parts:
-            owners = Owners(dict.fromkeys(passes)) if passes else None
-            reduction = Reduction(
-                node.name(), torch.empty(0), float(passes[0].batch_size) if passes else 1.0, True, False
-            )
-            self._parts[key] = Part(reduction, owners, is_seen=False)
+            size = float(passes[0].batch_size) if passes else 1.0
+            reduction = Reduction(node.name(), torch.empty(0), size, True, False)
+            self._parts[key] = Part(reduction, Owners(dict.fromkeys(passes)), is_seen=False)
             on_gradient(node, _picked(self._parts[key].receive, position))
         root.parts.append(self._parts[key])
         return []
@@ -534,7 +537,7 @@ def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:
     given = bound.arguments
     reduction = given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = F._Reduction.legacy_get_string(given["size_average"], given["reduce"])
+        reduction = legacy_get_string(given["size_average"], given["reduce"])
         given |= {"size_average": None, "reduce": None}
     if reduction == "none":
         return None
@@ -558,7 +561,7 @@ def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:
 def _mean_divisor(function: Any, reduction: str, given: Mapping[str, Any], terms: Tensor) -> Pending | float:
     if reduction == "batchmean":
         return float(given["input"].shape[0])
-    target = given.get("target")
+    target: Any = given.get("target")
     if function in (F.cross_entropy, F.nll_loss, F.linear_cross_entropy) and not target.is_floating_point():
         ignored = given["ignore_index"]
         counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored

@@ -9,7 +9,6 @@ sum up again in float64. At last comes the iteration for eigenvalues.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.hessian import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.hutchinson import TraceEstimate
+from distcockpit.interpretation import alike
 from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch, Shard, Times, Update
 from distcockpit.session import Session
 
@@ -59,12 +59,12 @@ class Pool:
         """From the headers of all ranks."""
         present = [r for r in records if r["batch_size"]]
         is_sum = bool(present) and all(r["is_sum"] for r in present)
-        alike = any(_alike([r[name] for r in present]) for name in ("own", "coefficient"))
+        same = any(alike([r[name] for r in present]) for name in ("own", "coefficient"))
         return cls(
             int(sum(r["batch_size"] for r in records)),
             sum(r["of_sum" if is_sum else "weight"] for r in present),
-            not _alike([r["mix"] for r in present]),
-            () if alike else [r["own"] for r in present],
+            not alike([r["mix"] for r in present]),
+            () if same else [r["own"] for r in present],
             is_sum,
         )
 
@@ -72,10 +72,6 @@ class Pool:
     def samples_per_weight(self) -> float:
         """N/W."""
         return self.n / self.weight if self.weight else 0.0
-
-
-def _alike(numbers: Sequence[float]) -> bool:
-    return all(math.isclose(each, numbers[0], rel_tol=1e-3) for each in numbers)
 
 
 class Exchanges:
@@ -272,7 +268,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         loss=_sum_of_known([micro.total_loss(pool.samples_per_weight, pool.n) for micro in captured], setup.device),
         losses=losses,
         losses_known=all(micro.tells_losses for micro in captured),
-        has_gradients=not any(math.isnan(micro.scale.unscale) for micro in captured),
+        has_gradients=all(micro.has_gradients for micro in captured),
         parameters=parameters,
         every_parameter=every_parameter,
         initial=session.initial,

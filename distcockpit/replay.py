@@ -122,8 +122,8 @@ def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
     finally:
         for t, before in hooks:
             t._backward_hooks = before
-        for t, before in kept:
-            t.grad = before
+        for t, gradient in kept:
+            t.grad = gradient
 
 
 @contextmanager

@@ -22,14 +22,17 @@ class Owners:
     """Whose terms they are.
 
     Args:
-        of: By pass: the batch axis of the terms, or for each of them, flattened, the sample; -1 for none of that pass.
+        of: By pass: the batch axis of the terms, or for each of them, flattened, the sample, -1 for none of that pass;
+            ``None`` if it is not known.
     """
 
     of: Mapping[ForwardPass, Axis | Tensor]
 
-    def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor:
-        """The terms added up by sample, float64 ``[B]``."""
+    def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor | None:
+        """The terms added up by sample, float64 ``[B]``; ``None`` if it is not known whose they are."""
         owner = self.of[forward]
+        if owner is None:
+            return None
         if isinstance(owner, Tensor):
             total = torch.zeros(forward.batch_size + 1, dtype=torch.float64, device=terms.device)
             return total.index_add_(0, owner % len(total), terms.reshape(-1).double())[:-1]
@@ -43,7 +46,7 @@ class Owners:
         return float((owner >= 0).double().mean())
 
 
-class Coupled(Exception):
+class Coupled(Exception):  # noqa: N818
     """A term depends on several samples."""
 
 
@@ -72,13 +75,30 @@ def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, 
 def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], known: Axis, looks: bool) -> Owners:
     reached = _gradients(terms, [t for _, _, t in outputs], torch.ones_like(terms))
     outputs = [each for each, gradient in zip(outputs, reached, strict=True) if gradient is not None]
+    places = [(f, k) for f, _, t in outputs for k, each in enumerate(tensors(f.output)) if each is t]
     mine = list(dict.fromkeys(forward for forward, _, _ in outputs))
     sizes = {forward.batch_size for forward in mine}
-    if any(axis is None for _, axis, _ in outputs):
-        raise Coupled
     if sizes <= {0, 1}:
         of = torch.zeros(terms.numel(), dtype=torch.int64, device=terms.device)
         return Owners({forward: of if forward.batch_size else of - 1 for forward in mine})
+    if any(axis is None for _, axis, _ in outputs):
+        return Owners(dict.fromkeys(mine))
+    try:
+        return _told_apart(terms, outputs, mine, known, looks)
+    except Coupled:
+        if all(forward.axes[k] is not None for forward, k in places):
+            raise
+        return Owners(dict.fromkeys(mine))  # where the batch is in the outputs was a guess
+
+
+def _told_apart(
+    terms: Tensor,
+    outputs: Sequence[tuple[ForwardPass, Axis, Tensor]],
+    mine: Sequence[ForwardPass],
+    known: Axis,
+    looks: bool,
+) -> Owners:
+    sizes = {forward.batch_size for forward in mine}
     if len(sizes) == 1:
         candidates: list[Axis] = [known] if known is not None else []
         candidates += [axis for axis in _candidates(terms.shape, *sizes) if axis != known]

@@ -265,7 +265,7 @@ class Session:
             raise RuntimeError(f"The store could not be written: {error}") from error
 
     def say_once(self, topic: str, text: str) -> None:
-        """Log a warning, the first time that its topic comes up; rank 0 stores it, too, in the attribute ``notices``."""
+        """Log a warning, the first time that its topic comes up; rank 0 stores it in the attribute ``notices``."""
         if topic not in self._said:
             self._said.add(topic)
             logger.warning("distcockpit: %s", text)

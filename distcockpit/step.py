@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -238,7 +236,7 @@ class TrackedStep:
             micro.as_sum()
         if pool.is_mixed:
             for micro in captured:
-                micro.scale = replace(micro.scale, unscale=math.nan, individual=None, total=None)
+                micro.without_gradients()
             self._session.say_once(
                 "mixed",
                 f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
@@ -248,8 +246,8 @@ class TrackedStep:
         if pool.owns:
             self._session.say_once(
                 "owns",
-                f"step {self._step}: ranks multiply their mean losses by different numbers, {pool.owns}; what is stored "
-                "is one mean over all samples, times one number.",
+                f"step {self._step}: ranks multiply their mean losses by different numbers, {pool.owns}; what is "
+                "stored is one mean over all samples, times one number.",
             )
 
     def _exchange(self, batch_size: int, **numbers: float) -> tuple[Pool, Told]:

@@ -1,7 +1,7 @@
 """Losses as people write them, beside what one sample's loss is by the textbook.
 
-A loop is given what the model returned, and the data of its part of the batch. The oracle is given one sample at a time:
-the sum of its terms, and what it adds to the number that the terms of all samples are divided by.
+A loop is given what the model returned, and the data of its part of the batch. The oracle is given one sample at a
+time: the sum of its terms, and what it adds to the number that the terms of all samples are divided by.
 """
 
 from __future__ import annotations

@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
 from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.coverage import CALLS, CLOSED
+from distcockpit.loop import LoopWatch
 from distcockpit.quantities import Alpha, GradNorm, MeanGSNR, NormTest
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -266,16 +271,16 @@ def test_an_error_in_the_forward_leaves_no_mode_behind(tmp_path: Path) -> None:
 
     net, loss_fn, (x, y) = Model(forward), nn.CrossEntropyLoss(), data(0)
     with (
-        OfTheUser() as mine,
+        OfTheUser(),
         DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1)) as cockpit,
         cockpit.track(0),
     ):
         with pytest.raises(ZeroDivisionError):
             cockpit(x)
-        assert _get_current_function_mode() is mine
+        assert [type(mode) for mode in _get_current_function_mode_stack()] == [OfTheUser, LoopWatch]
         fails.append(False)
         loss_fn(cockpit(x), y).backward()
-        assert _get_current_function_mode() is mine
+        assert [type(mode) for mode in _get_current_function_mode_stack()] == [OfTheUser, LoopWatch]
     expected = oracle.mean_gsnr(individual(net, x, y))
     np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], [expected], rtol=2e-4)
 
@@ -302,7 +307,8 @@ def test_what_checkpoints_call_again_is_seen_and_the_mode_comes_off(tmp_path: Pa
             expected.append(oracle.norm_test(individual(net.body, x, y)))
             with cockpit.track(step):
                 loss_fn(cockpit(x), y).backward()
-                assert _get_current_function_mode() is None
+                assert [type(mode) for mode in _get_current_function_mode_stack()] == [LoopWatch]
+            assert _get_current_function_mode() is None
         routes = {row.parameter: row.route for row in cockpit.coverage()}
     assert routes["block.p"] == CALLS and routes["block.mix.weight"] == CLOSED
     np.testing.assert_allclose(open_run(tmp_path / "run")["norm_test"]["norm_test"], expected, rtol=2e-4)

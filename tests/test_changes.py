@@ -302,12 +302,13 @@ def test_gradients_from_autograd_with_factors_and_micro_batches(tmp_path: Path, 
     x, y = torch.randn(6, 5), torch.arange(6) % 3
     state = {k: v.clone() for k, v in net.state_dict().items()}
     options = {"quantities": [q.GradNorm(), q.InnerTest()], "schedule": every(1)}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
     with DistCockpit(net, loss_fn, store=tmp_path / "r", **options) as cockpit:
         for step in range(3):
             net.zero_grad()
             with cockpit.track(step):
                 for part, target in zip(x.split(list(sizes)), y.split(list(sizes)), strict=True):
-                    (1024 * loss_fn(cockpit(part), target)).backward()
+                    scaler.scale(loss_fn(cockpit(part), target)).backward()
     terms = nn.CrossEntropyLoss(reduction="sum")
     batch = oracle.batch(net, state, lambda z, t: (terms(z, t), 1.0), x, y)
     run = open_run(tmp_path / "r")

@@ -22,6 +22,7 @@ from distcockpit import DistCockpit, every, kernels, open_run, presets
 from distcockpit import quantities as q
 from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.keys import FolderKeys
+from distcockpit.reduce import HEADER
 
 # What makes the host wait for a device: a value is read, or the shape of a result depends on values.
 WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique", "unique_", "bincount", "equal")
@@ -268,7 +269,7 @@ def test_bytes_are_counted(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, exchange, str(tmp_path / "r"))
     row = open_run(tmp_path / "r")["time"]
     sizes = [p.numel() for p in network().parameters()]
-    header, parameters = 8, sum(sizes) + 3 * len(sizes)  # the sums, and what bounds their rounding
+    header, parameters = len(HEADER), sum(sizes) + 3 * len(sizes)  # the sums, and what bounds their rounding
     sums = 1  # sum of the norms; what all ranks know is not sent
     assert list(row["exchanges"].values) == [2, 4, 3]  # once: a header before the names of the sums are compared
     numbers = [header + parameters, header + sums + header + parameters, sums + header + parameters]

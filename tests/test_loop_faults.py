@@ -81,8 +81,7 @@ def test_a_loss_of_two_passes_beside_their_own(tmp_path: Path) -> None:
         a, b = c(x), c(other)
         (mse(a, target) + mse(b, target) + mse(a, b)).backward()
 
-    with pytest.raises(RuntimeError, match="samples cannot be paired"):
-        track(tmp_path, net, mse, body)
+    track(tmp_path, net, mse, body)
 
 
 @pytest.mark.parametrize("order", ["losses last", "in between"])
@@ -139,15 +138,8 @@ def test_losses_told_twice(tmp_path: Path) -> None:
         c.record_losses(each(z, y))
         c.record_losses(each(z, (y + 1) % 3))
 
-    def module_last(c: Any) -> None:
-        z = c(x)
-        c.record_losses(each(z, y))
-        loss_fn(z, y).backward()
-
-    with pytest.raises(RuntimeError, match="record_losses was called after the loss module, or twice"):
+    with pytest.raises(RuntimeError, match="record_losses was called twice"):
         track(tmp_path / "a", net, None, twice)
-    with pytest.raises(RuntimeError, match="CrossEntropyLoss was called after record_losses"):
-        track(tmp_path / "b", net, loss_fn, module_last)
     with pytest.raises(ValueError, match=r"divisor=0\): must be positive"):
         track(tmp_path / "c", net, None, lambda c: c.record_losses(loss_fn(c(x), y), divisor=0))
 

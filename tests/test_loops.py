@@ -179,7 +179,7 @@ def test_losses_of_micro_batches(tmp_path: Path, how: str) -> None:
     """Factors on the loss follow from the gradient that reaches it."""
     net, (x, y) = cases.initialised("tokens"), cases.data("tokens", "token_mean", 0)
     batch = oracle.batch(net, net.state_dict(), cases._nll, x, y)
-    total = int((y != -100).sum())
+    total, scaler = int((y != -100).sum()), torch.amp.GradScaler("cpu", init_scale=1024)
     quantities = [MeanGSNR(), Loss(), GradNorm()]
     with DistCockpit(net, None, store=tmp_path / "run", quantities=quantities, schedule=every(1)) as cockpit:
         with cockpit.track(0):
@@ -188,11 +188,11 @@ def test_losses_of_micro_batches(tmp_path: Path, how: str) -> None:
                 if how == "mean of each":
                     loss = F.cross_entropy(z, target)
                     cockpit.record_losses(loss, weight=tokens)
-                    (loss / 2 * 1024).backward()
+                    scaler.scale(loss / 2).backward()
                 else:
                     loss = F.cross_entropy(z, target, reduction="sum") / total
                     cockpit.record_losses(loss, weight=tokens, divisor=total)
-                    (loss * 1024).backward()
+                    scaler.scale(loss).backward()
     run = open_run(tmp_path / "run")
     close(run["mean_gsnr"]["mean_gsnr"], [oracle.mean_gsnr(batch)], 1e-4)
     close(run["loss"]["loss"], [batch.losses.mean()])

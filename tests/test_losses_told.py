@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import GradNorm, Loss, NormTest
+from distcockpit.quantities.batch import Needs
 
 N = 24
 CE, SUM = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
@@ -66,11 +67,21 @@ def kept_gradient(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) ->
     torch.testing.assert_close(z.grad, (z.softmax(1) - F.one_hot(y, z.shape[1])).detach() / len(x))
 
 
+def one_loss_of_parts(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    CE(torch.cat([cockpit(part) for part in x.chunk(2)]), y).backward()
+
+
 @shows("Losses", "in chunks over one output of the model; scaled in place")
 @pytest.mark.parametrize(
     "loss_fn, body",
-    [(CE, pieces(CE, 1 / 3)), (SUM, pieces(SUM, 1 / N)), (CE, in_place), (CE, kept_gradient)],
-    ids=["means of pieces", "sums of pieces", "scaled in place", "retain_grad"],
+    [
+        (None, one_loss_of_parts),
+        (CE, pieces(CE, 1 / 3)),
+        (SUM, pieces(SUM, 1 / N)),
+        (CE, in_place),
+        (CE, kept_gradient),
+    ],
+    ids=["one loss of two passes", "means of pieces", "sums of pieces", "scaled in place", "retain_grad"],
 )
 def test_right(tmp_path: Path, loss_fn: nn.Module, body: Body) -> None:
     batches, run = tracked(tmp_path, loss_fn, body)
@@ -80,10 +91,6 @@ def test_right(tmp_path: Path, loss_fn: nn.Module, body: Body) -> None:
             run["grad_norm"]["total"].sel(step=step), np.linalg.norm(batch.flat.mean(0)), rtol=1e-4
         )
         np.testing.assert_allclose(run["norm_test"]["norm_test"].sel(step=step), oracle.norm_test(batch), rtol=1e-4)
-
-
-def one_loss_of_parts(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
-    CE(torch.cat([cockpit(part) for part in x.chunk(2)]), y).backward()
 
 
 def weighted_passes(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -108,28 +115,19 @@ def negatives(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> Non
     CE(z @ z.T, torch.arange(len(x))).backward()
 
 
-def advantages(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
-    losses = F.cross_entropy(cockpit(x), y, reduction="none")
-    cockpit.record_losses(losses)
-    (losses * torch.linspace(-1, 1, len(x))).mean().backward()
-
-
 def told_late(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
     losses = F.cross_entropy(cockpit(x), y, reduction="none")
     (64 * losses.mean()).backward()
     cockpit.record_losses(losses)
 
 
-@shows("Refused with an error", "losses of samples that depend on other samples; other weights on some micro-batches")
+@shows("Refused with an error", "losses of samples that depend on other samples, for quantities listed by hand")
 @pytest.mark.parametrize(
     "loss_fn, body, words",
     [
-        (CE, one_loss_of_parts, "samples cannot be paired"),
-        (CE, weighted_passes, r"multiplied by \[1.0, 0.3.*record_losses\(weight \* losses\)"),
         (CE, gradient_of_a_part, "differentiated twice"),
         (CE, thrown_away, r"thrown away \(zero_grad\)"),
-        (CE, negatives, "depends on the model's outputs for other samples"),
-        (None, advantages, "some are negative.*losses = advantages"),
+        (CE, negatives, r"the loss couples the samples of a batch \(cross_entropy\)"),
         (None, told_late, "record_losses was called after the backward pass"),
     ],
 )
@@ -139,20 +137,33 @@ def test_refused(tmp_path: Path, loss_fn: nn.Module | None, body: Body, words: s
 
 
 def test_a_selection_of_as_many_tokens_as_samples(tmp_path: Path) -> None:
-    """Half of the terms may happen to be those of half of the samples; both halves are looked at."""
+    """Half of the terms may happen to be those of half of the samples; it is found whose each of them is."""
     net, (x, y) = cases.initialised("tokens"), cases.data("tokens", "token_mean", 0)
     chosen = torch.zeros(N, y.shape[1], dtype=torch.bool)
     chosen[: N // 2, :2] = True
     chosen[N // 2 - 1, :2], chosen[N // 2, 0], chosen[0, 2] = False, True, True
     assert chosen.sum() == N
-    with DistCockpit(net, CE, store=tmp_path / "run", quantities=[Loss()], schedule=every(1)) as cockpit:
-        with pytest.raises(RuntimeError, match="a selection of that many tokens"), cockpit.track(0):
+    seen: list[Tensor] = []
+
+    class Kept(Loss):
+        def local(self, batch: Any, memory: dict[str, Any]) -> Any:
+            seen.append(batch.losses)
+            return super().local(batch, memory)
+
+        @property
+        def needs(self) -> Needs:
+            return Needs(loss=True, losses=True)
+
+    with DistCockpit(net, CE, store=tmp_path / "run", quantities=[Kept(name="loss")], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
             z = cockpit(x)
             z = z if z.shape[-1] > 2 and z.shape[:2] == y.shape else z.transpose(1, 2)
             CE(z[chosen], y.clamp(min=0)[chosen]).backward()
+    terms = F.cross_entropy(z.detach().transpose(1, 2), y.clamp(min=0), reduction="none") * chosen
+    torch.testing.assert_close(seen[0], terms.sum(1).double(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("later", [weighted_passes, gradient_of_a_part, negatives])
+@pytest.mark.parametrize("later", [gradient_of_a_part, thrown_away])
 def test_a_loop_that_changes_goes_on(tmp_path: Path, later: Body, caplog: pytest.LogCaptureFixture) -> None:
     """What is an error at first costs the step alone, with a notice, where steps were right before."""
     steps: list[int] = []
@@ -184,7 +195,7 @@ def test_a_loss_inside_the_model_is_whole(tmp_path: Path, caplog: pytest.LogCapt
     batch = oracle.batch(model.net, model.net.state_dict(), cases._nll, x, y)
     with DistCockpit(model, CE, store=tmp_path / "run", quantities=[NormTest()], schedule=every(1)) as cockpit:
         with cockpit.track(0):
-            (cockpit(x, y) / 2).backward()
+            cockpit(x, y).backward()
     assert not caplog.text
     np.testing.assert_allclose(
         open_run(tmp_path / "run")["norm_test"]["norm_test"], [oracle.norm_test(batch)], rtol=1e-4
@@ -193,7 +204,7 @@ def test_a_loss_inside_the_model_is_whole(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("kind", ["penalty", "divergence"])
 def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Gradients hold it, the losses do not: a notice says so. A loss alone gives none."""
+    """What is stored is what is differentiated; where the loss module says less, a notice tells both numbers."""
 
     def body(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
         z = cockpit(x)
@@ -206,7 +217,8 @@ def test_what_is_differentiated_beside_the_loss(tmp_path: Path, kind: str, caplo
         loss.backward()
 
     tracked(tmp_path, CE, body)
-    assert "something else is differentiated, such as a penalty" in caplog.text
+    if kind == "penalty":
+        assert "loss_fn (CrossEntropyLoss) gave 1." in caplog.text and "but what is differentiated is " in caplog.text
     caplog.clear()
     tracked(tmp_path / "plain", CE, lambda cockpit, net, x, y: CE(cockpit(x), y).backward())
     assert not caplog.text
@@ -245,14 +257,17 @@ def test_a_loop_that_skips_and_tries_again(tmp_path: Path, caplog: pytest.LogCap
     assert "its samples are left out" in caplog.text
 
 
-def test_a_returned_loss_that_is_not_all(tmp_path: Path) -> None:
-    """Losses recorded beside the graph tell no factor; that of the returned loss is known only where it is all."""
+def test_a_returned_loss_that_is_not_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is recorded beside the graph is not what is differentiated: the latter is stored."""
     net, (x, y) = cases.initialised("sigmoid"), cases.data("sigmoid", "mean", 0, N)
     model = WithLoss()
     model.forward = lambda x, y: (z := net(x), CE(z, y))
     model.net = net
     with DistCockpit(model, None, store=tmp_path / "run", quantities=[Loss()], schedule=every(1)) as cockpit:
-        with pytest.raises(RuntimeError, match="make the loss that the model returned"), cockpit.track(0):
+        with cockpit.track(0):
             z, loss = cockpit(x, y)
             cockpit.record_losses(F.cross_entropy(z, y, reduction="none").detach())
-            (0.1 * loss + z.square().mean()).backward()
+            objective = 0.1 * loss + z.square().mean()
+            objective.backward()
+    assert "record_losses says 1." in caplog.text
+    np.testing.assert_allclose(open_run(tmp_path / "run")["loss"]["loss"], [objective.item()], rtol=1e-5)

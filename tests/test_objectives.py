@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -84,33 +85,33 @@ def train(rank: int, size: int, group: Any, name: str, store: str, setting: str)
 
 
 class Whole(nn.Module):
-    """For the oracle: what the loop makes of one sample, beside the model itself."""
+    """For the oracle: the model, with what the loop makes of one sample; it tells the model that was called."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, called: list[nn.Module]) -> None:
         super().__init__()
-        self.net, self._objective, self.data = initialised(objective), objective, data(0)
+        self.net = initialised(objective)
+        self.pairs, self.note = objective.call is objectives.pairs, called.append
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+        other = copy.copy(self)
+        other._modules = {"net": copy.deepcopy(self.net, memo)}
+        return other
 
     def forward(self, x: Tensor) -> Any:
-        d = Data(x, self.data.y)
-        self.sample = d  # what the terms are of
-        call = self._objective.call if self._objective.call is objectives.pairs else Objective.call
-        return call(self.net, d)
+        self.note(self.net)
+        d = Data(x, torch.zeros(len(x), dtype=torch.int64))
+        return objectives.pairs(self.net, d) if self.pairs else self.net(x)
 
 
 def expected(objective: Objective, state: dict[str, Tensor], step: int) -> oracle.Batch:
     """The batch as one process sees it, a sample at a time."""
-    whole, everything = Whole(objective), data(step)
-    whole.data = everything
+    everything, called = data(step), []
 
-    def terms(out: Any, y: Tensor) -> tuple[Tensor, Any]:
-        d = Data(terms.model.sample.x, y)  # type: ignore[attr-defined]
-        return objective.terms(out, d, terms.model.net)  # type: ignore[attr-defined]
+    def terms(out: Any, i: Tensor) -> tuple[Tensor, Any]:
+        return objective.terms(out, Data(everything.x[i].double(), everything.y[i]), called[-1])
 
-    def remember(module: Any, args: Any) -> None:
-        terms.model = module  # type: ignore[attr-defined]
-
-    whole.register_forward_pre_hook(remember)
-    return oracle.batch(whole, {f"net.{k}": v for k, v in state.items()}, terms, everything.x, everything.y)
+    whole, places = Whole(objective, called), torch.arange(objectives.N)
+    return oracle.batch(whole, {f"net.{k}": v for k, v in state.items()}, terms, everything.x, places)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

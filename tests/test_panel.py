@@ -333,7 +333,7 @@ def test_the_loss_of_a_model_that_returns_it(tmp_path: Path) -> None:
     with DistCockpit(model, None, optimizer, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         with cockpit.track(0):
             loss = cockpit(x, y)
-            (loss * 512).backward()
+            torch.amp.GradScaler("cpu", init_scale=512).scale(loss).backward()
     run = open_run(tmp_path / "run")
     state = {name.removeprefix("net."): v for name, v in model.state_dict().items()}
     batch = oracle.batch(model.net, state, mean_terms, x, y)

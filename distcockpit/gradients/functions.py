@@ -131,7 +131,7 @@ class Mode(TorchFunctionMode):
             _present.remove(self)
             if not _present:
                 for kind in ASKING:
-                    kind.forward = kind.forward.__wrapped__  # type: ignore[attr-defined, method-assign]
+                    kind.forward = vars(kind)["forward"].__wrapped__  # type: ignore[method-assign]
 
     def suspend(self) -> None:
         """Be away for a module whose code asks whether there is a mode."""
