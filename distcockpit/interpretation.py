@@ -307,7 +307,7 @@ def _scales(
             zero = torch.zeros(int(size), dtype=torch.float64)
             found.append(Scale(size, 1.0, 0.0, zero, zero.sum()))
             continue
-        weight = 1 / (own * (1 if undivided else k))
+        weight = 1 / (own * (1 if undivided else k)) if math.isfinite(own) else size
         individual = _sum([(each.coefficient / own, each.individual) for each in mine])
         total = _sum([(each.coefficient / own, each.total) for each in mine])
         divisor = reference.divisor * reference.coefficient / own

@@ -299,6 +299,8 @@ class Objective:
         number = node._sequence_nr()
         reduction, name = self._reductions.get(number), node.name()
         edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
+        if name == "_DDPSinkBackward":  # hands each of its inputs on
+            return [node.next_functions[position]]
         behind = [edge for edge in edges if self._depends(edge[0])]
         is_linear = name in LINEAR or (name in PRODUCTS and len(behind) == 1)
         if name.startswith("DivBackward") and behind[:1] != [node.next_functions[0]]:

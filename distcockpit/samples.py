@@ -34,16 +34,25 @@ class Owners:
         if owner is None:
             return None
         if isinstance(owner, Tensor):
+            owned = self._owned
+            if owned is not None and bool((terms.reshape(-1)[~owned] != 0).any()):
+                return None  # a term that no gradient went through: whose is it?
             total = torch.zeros(forward.batch_size + 1, dtype=torch.float64, device=terms.device)
             return total.index_add_(0, owner % len(total), terms.reshape(-1).double())[:-1]
         return to_front(terms, owner).reshape(forward.batch_size, -1).sum(1, dtype=torch.float64)
 
     def share(self, forward: ForwardPass) -> float:
         """The part of the terms that belongs to a pass."""
-        owner = self.of[forward]
-        if not isinstance(owner, Tensor) or len(self.of) == 1:
+        owner, owned = self.of[forward], self._owned
+        if owned is None or not isinstance(owner, Tensor) or len(self.of) == 1:
             return 1.0
-        return float((owner >= 0).double().mean())
+        return float((owner >= 0).double().sum() / owned.double().sum().clamp(min=1))
+
+    @property
+    def _owned(self) -> Tensor | None:
+        """Which of the terms belong to any sample, where each has an owner of its own."""
+        maps = [owner >= 0 for owner in self.of.values() if isinstance(owner, Tensor)]
+        return torch.stack(maps).any(0) if maps and len(maps) == len(self.of) else None
 
 
 class Coupled(Exception):  # noqa: N818
@@ -99,15 +108,33 @@ def _told_apart(
     looks: bool,
 ) -> Owners:
     sizes = {forward.batch_size for forward in mine}
+    if not mine:
+        return Owners({})
+    candidates: list[Axis] = []
     if len(sizes) == 1:
-        candidates: list[Axis] = [known] if known is not None else []
+        candidates = [known] if known is not None and _fits(terms.shape, known, *sizes) else []
+        if candidates and not looks:
+            return Owners(dict.fromkeys(mine, known))
         candidates += [axis for axis in _candidates(terms.shape, *sizes) if axis != known]
+    if len(mine) == 1:
         for axis in candidates:
-            if not _fits(terms.shape, axis, *sizes):
-                continue
-            if (axis == known and not looks) or _belong(terms, axis, outputs):
+            if _belong(terms, axis, outputs):
                 return Owners(dict.fromkeys(mine, axis))
-    return Owners(_found(terms, outputs, mine)) if mine else Owners({})
+    found = _found(terms, outputs, mine)
+    for axis in candidates:
+        numbers = _numbers(terms, axis, *sizes)
+        if all(torch.equal(of.where(of >= 0, numbers), numbers) and bool((of >= 0).any()) for of in found.values()):
+            owners = torch.stack([of >= 0 for of in found.values()]).sum(0)
+            if len(mine) == 1 or bool((owners != 1).all()):
+                return Owners(dict.fromkeys(mine, axis))
+    return Owners(found)
+
+
+def _numbers(terms: Tensor, axis: Axis, n: int) -> Tensor:
+    """The sample of each term, flattened, where the batch is there."""
+    rows = to_front(torch.zeros(terms.shape, dtype=torch.int64, device=terms.device), axis).clone()
+    rows += torch.arange(n, device=terms.device).view(-1, *[1] * (rows.dim() - 1))
+    return from_front(rows, axis).reshape(-1)
 
 
 def _axis(forward: ForwardPass, position: int, output: Tensor) -> Axis:

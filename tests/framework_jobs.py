@@ -57,7 +57,8 @@ def run_transformers() -> None:
             z = twin(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
             y = inputs["labels"][:, 1:]
             terms = F.cross_entropy(z.transpose(1, 2), y, reduction="none")
-            write_down(twin, terms.sum(1), float((y != -100).sum()))
+            # The Trainer divides by all labels, also by those of first tokens, which are no target of any prediction.
+            write_down(twin, terms.sum(1), float((inputs["labels"] != -100).sum()))
             torch.manual_seed(len(FOUND) - 1)
             return super().compute_loss(model, inputs, *args, **kwargs)
 

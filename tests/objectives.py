@@ -105,6 +105,14 @@ class TwoHeads(Net):
         return {"main": super().forward(x), "aux": self.aux(x)}
 
 
+class Learned(Net):
+    """With weights of its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+
 class Vae(Net):
     """A reconstruction, and the parameters of a Gaussian; the noise is a function of the sample."""
 
@@ -279,6 +287,10 @@ def pairs(model: Any, d: Data) -> Any:
     return model(d.x), model(d.x.flip(1))
 
 
+def triplets(model: Any, d: Data) -> Any:
+    return model(d.x), model(d.x.flip(1)), model(-d.x)
+
+
 def divergence(out: Any, d: Data, _: Any) -> Tensor:
     """R-Drop: two passes, and what lies between them."""
     a, b = out
@@ -404,10 +416,28 @@ OBJECTIVES: dict[str, Objective] = {
         lambda out, d, _: 0.5 * out[1] + 0.5 * out[1], tokens, Gpt, with_labels
     ),
     "two passes (R-Drop)": Objective(divergence, divergence_terms, call=pairs),
-    "one loss of two passes": Objective(
-        lambda z, d, _: F.cross_entropy(torch.cat(list(z)), torch.cat([d.y, d.y])),
-        lambda z, d, _: ((nll(z[0], d.y) + nll(z[1], d.y)).sum() / 2, 1),
-        call=pairs,
+    "a triplet loss of three passes": Objective(
+        lambda z, d, _: F.triplet_margin_loss(*z, margin=2.0),
+        lambda z, d, _: (
+            ((z[0] - z[1] + 1e-6).norm(dim=-1) - (z[0] - z[2] + 1e-6).norm(dim=-1) + 2).clamp(min=0).sum(),
+            1,
+        ),
+        call=triplets,
+    ),
+    "learned weights of two losses": Objective(
+        lambda z, d, net: (
+            torch.exp(-net.s[0]) * F.cross_entropy(z, d.y)
+            + torch.exp(-net.s[1]) * F.mse_loss(z, d.target)
+            + net.s.sum()
+        ),
+        lambda z, d, net: (
+            ((-net.s[0]).exp() * nll(z, d.y) + (-net.s[1]).exp() * square(z, d.target) + net.s.sum()).sum(),
+            1,
+        ),
+        Learned,
+    ),
+    "a loss for each sample in a Python loop": Objective(
+        lambda z, d, _: torch.stack([F.cross_entropy(z[i : i + 1], d.y[i : i + 1]) for i in range(len(z))]).mean(), ce
     ),
     "an L2 penalty": Objective(
         lambda z, d, model: F.cross_entropy(z, d.y) + 1e-2 * l2(model),

@@ -90,7 +90,7 @@ class Whole(nn.Module):
     def __init__(self, objective: Objective, called: list[nn.Module]) -> None:
         super().__init__()
         self.net = initialised(objective)
-        self.pairs, self.note = objective.call is objectives.pairs, called.append
+        self.call, self.note = objective.call, called.append
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
         other = copy.copy(self)
@@ -100,7 +100,8 @@ class Whole(nn.Module):
     def forward(self, x: Tensor) -> Any:
         self.note(self.net)
         d = Data(x, torch.zeros(len(x), dtype=torch.int64))
-        return objectives.pairs(self.net, d) if self.pairs else self.net(x)
+        passes = self.call in (objectives.pairs, objectives.triplets)
+        return self.call(self.net, d) if passes else self.net(x)
 
 
 def expected(objective: Objective, state: dict[str, Tensor], step: int) -> oracle.Batch:
