@@ -448,3 +448,8 @@ OBJECTIVES: dict[str, Objective] = {
         lambda z, d, model: ((nll(z, d.y) + 1e-2 * orthogonal(model)).sum(), 1),
     ),
 }
+
+
+def table() -> str:
+    """For docs/losses.md."""
+    return "".join(f"- {name}\n" for name in OBJECTIVES)

@@ -212,3 +212,8 @@ def test_what_couples_samples(ranks: Ranks, tmp_path: Path, name: str, size: int
     assert run["rank_health"]["nonfinite_gradients"].values.max() == 0
     with pytest.raises(RuntimeError, match=r"Quantities \['norm_test'\] need individual gradients"):
         train_coupled(0, 1, None, name, str(tmp_path / "by hand"), [NormTest()])
+
+
+def test_the_page_on_losses_lists_them() -> None:
+    page = Path(__file__).parents[1] / "docs" / "losses.md"
+    assert page.read_text().endswith(objectives.table())
