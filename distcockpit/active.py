@@ -10,8 +10,15 @@ from typing import Any
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Needs
 
-OF_SAMPLES = ("loss", "losses", "mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
-"""The needs that individual gradients, or losses of samples, serve."""
+OF_GRADIENTS = ("mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
+"""The needs that individual gradients serve."""
+
+
+def of_individual_gradients(quantity: Quantity) -> bool:
+    """Whether it follows from individual gradients, or from the curvature, which is one of individual losses."""
+    needs = quantity.needs
+    own = type(quantity).statistics is not Quantity.statistics
+    return own or needs.second_order or any(getattr(needs, name) for name in OF_GRADIENTS)
 
 
 class Active:
@@ -52,9 +59,12 @@ class Active:
     @property
     def with_individual_gradients(self) -> list[Quantity]:
         """The quantities that follow from individual gradients, or from losses of samples."""
-        needing = {q.name for need in OF_SAMPLES for q in self.with_need(need)}
-        own = {q.name for q in self.quantities if type(q).statistics is not Quantity.statistics}
-        return [q for q in self.quantities if q.name in needing | own]
+        return [q for q in self.quantities if of_individual_gradients(q) or q.needs.loss or q.needs.losses]
+
+    @property
+    def of_gradients(self) -> list[Quantity]:
+        """The quantities that follow from individual gradients."""
+        return [q for q in self.quantities if of_individual_gradients(q)]
 
     @cached_property
     def subtracts_squares(self) -> bool:

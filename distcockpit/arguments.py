@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distcockpit import __version__, hutchinson
+from distcockpit.active import of_individual_gradients
 from distcockpit.agreed import Setup
 from distcockpit.coverage import Coverage
 from distcockpit.curvature import Diagonals
@@ -385,8 +386,16 @@ def available(
     bare: nn.Module,
     loss_fn: nn.Module | None,
     optimizers: Optimizers,
+    mixing: str,
 ) -> tuple[list[Quantity], list[str]]:
     """The quantities that can be had, and why others of a preset cannot.
+
+    Args:
+        quantities: All of them.
+        bare: The bare module.
+        loss_fn: The loss module.
+        optimizers: By name.
+        mixing: Why individual gradients are not defined, if they are not: they are NaN then, or an error.
 
     Raises:
         ValueError: If one that is required cannot; for curvature, as ``Diagonals.check_support``.
@@ -395,6 +404,8 @@ def available(
     for quantity in quantities:
         try:
             _check_needs(quantity, bare, loss_fn, optimizers)
+            if mixing and (quantity.required or quantity.needs.second_order) and of_individual_gradients(quantity):
+                raise ValueError(f"{mixing[0].upper()}{mixing[1:]}")
         except ValueError as error:
             if quantity.required:
                 raise

@@ -146,11 +146,24 @@ class Captured:
     observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
     formed: Formed = field(default_factory=dict)  # individual gradients that a walk kept
     beside: Beside = field(default_factory=lambda: Beside())
-    has_gradients: bool = True  # whether its samples have gradients of their own; where they have none, these are NaN
+    _unknown: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def without_gradients(self) -> None:
-        """Its samples have no gradients of their own."""
-        self.scale, self.has_gradients = replace(self.scale, unscale=math.nan, individual=None, total=None), False
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its samples have gradients of their own; where they have none, these are NaN."""
+        return not self._unknown
+
+    def without_gradients(self, parameters: Mapping[str, Tensor], *, has_losses: bool = False) -> None:
+        """Its samples have no gradients of their own, nor, perhaps, losses. No call is run again for them.
+
+        Args:
+            parameters: The tracked ones, whose individual gradients are NaN.
+            has_losses: Whether they have losses.
+        """
+        self.scale, self._unknown = replace(self.scale, unscale=math.nan), parameters
+        self.uses = [use.serving({}) for use in self.uses]
+        if not has_losses:
+            self.scale = replace(self.scale, individual=None, total=None)
 
     @property
     def weight(self) -> float:
@@ -213,6 +226,9 @@ class Captured:
             for name, gradient in self.beside.gradients.items():
                 same = (gradient * part).expand(self.batch_size, *gradient.shape)
                 self.uses = [*self.uses, of_samples(name, same)]
+        for name, parameter in self._unknown.items():
+            nothing = torch.full((), math.nan, dtype=torch.float64, device=parameter.device)
+            self.uses = [*self.uses, of_samples(name, nothing.expand(self.batch_size, *parameter.shape))]
         return self.batch
 
     @property

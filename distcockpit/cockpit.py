@@ -45,7 +45,7 @@ from distcockpit.batch_axes import BatchAxes
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.keys import check_store, keys_of
-from distcockpit.layers import batchnorms, check_batchnorm, find_layers
+from distcockpit.layers import batchnorms, find_layers, problem_of_batchnorm
 from distcockpit.quantities.base import Quantity
 from distcockpit.recorder import Recorder
 from distcockpit.reduce import World, first_difference
@@ -195,8 +195,8 @@ class DistCockpit(Joinable):
             loss_fn = None if loss_fn is None else wrappers(loss_fn)[-1]
             facts = model_facts(bare, layers, optimizers, world.size)
             chosen = chosen_quantities(quantities, schedule, optimizers, facts)
-            check_batchnorm(batchnorms(bare), track_batchnorm)
-            chosen, missing = available(chosen, bare, loss_fn, optimizers)
+            mixing = problem_of_batchnorm(batchnorms(bare), track_batchnorm)
+            chosen, missing = available(chosen, bare, loss_fn, optimizers, mixing)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}

@@ -130,8 +130,6 @@ def interpret(
         observed = [seen for forward in micro.passes for seen in observed_in(forward)]
         size = micro.passes[0].batch_size
         captured = Captured(size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside)
-        if result.coupled:
-            captured.without_gradients()
         result.captured.append(captured)
     if objective.looks:
         _compare(result, loss, scale)

@@ -159,23 +159,27 @@ def training_batchnorms(model: nn.Module) -> Modules:
     return training(batchnorms(model))
 
 
-def check_batchnorm(norms: Modules, track_batchnorm: bool) -> None:
-    """Refuse batch statistics unless the user chose how to treat them.
+def problem_of_batchnorm(norms: Modules, track_batchnorm: bool) -> str:
+    """Why individual gradients are not defined: batch statistics, of which the user did not say how to treat them.
 
-    Raises:
-        ValueError: If a batch norm is in training mode and ``track_batchnorm`` is not set, or it normalises across
-            processes.
+    Args:
+        norms: The batch norms of the model.
+        track_batchnorm: Whether the statistics of the batch are constants.
+
+    Returns:
+        The reason, and what to do; nothing where no batch norm is in the way.
     """
     for path, module in training(norms):
         kind = type(module).__name__
         if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"Layer '{path}' ({kind}) normalises with statistics of all ranks, which individual gradients do not "
+            return (
+                f"layer '{path}' ({kind}) normalises with statistics of all ranks, which individual gradients do not "
                 "support. Use .eval() on it, or BatchNorm with track_batchnorm=True."
             )
         if not track_batchnorm:
-            raise ValueError(
-                f"Layer '{path}' ({kind}) is in training mode: it mixes the samples of a batch, so individual "
+            return (
+                f"layer '{path}' ({kind}) is in training mode: it mixes the samples of a batch, so individual "
                 "gradients are not defined. Pass track_batchnorm=True to treat the batch statistics as constants, "
                 "put the layer in eval mode, or use GroupNorm or LayerNorm."
             )
+    return ""

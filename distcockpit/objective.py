@@ -34,49 +34,20 @@ LOSSES = {
 }
 """The losses of ``torch.nn.functional`` that reduce their terms."""
 
-LINEAR = frozenset(
-    f"{name}Backward{k}"
-    for k in ("", *range(7))
-    for name in (
-        *(
-            "Add",
-            "Sub",
-            "Rsub",
-            "Neg",
-            "Stack",
-            "Cat",
-            "Sum",
-            "Mean",
-            "Nansum",
-            "Clone",
-            "Alias",
-            "ToCopy",
-            "CopySlices",
-        ),
-        *(
-            "View",
-            "UnsafeView",
-            "ReshapeAlias",
-            "Squeeze",
-            "Unsqueeze",
-            "Expand",
-            "Permute",
-            "Transpose",
-            "T",
-            "Repeat",
-        ),
-        *("Select", "Slice", "Index", "IndexSelect", "MaskedSelect", "Gather", "Take", "Split", "SplitWithSizes"),
-        *("Unbind", "Where", "MaskedFill", "AsStrided", "Diagonal", "Trace", "Flip", "ConstantPadNd", "Cumsum"),
-        *("Movedim", "Narrow", "Unfold", "Roll", "UnsafeSplit", "Copy", "Repeat", "Sort", "Topk"),
-    )
+
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{k}" for name in names.split() for k in ("", *range(7)))
+
+
+LINEAR = _nodes(
+    "Add Sub Rsub Neg Stack Cat Sum Mean Nansum Clone Alias ToCopy Copy View UnsafeView ReshapeAlias Squeeze Unsqueeze "
+    "Expand Permute Transpose T Repeat Select Slice Index IndexSelect MaskedSelect Gather Take Split UnsafeSplit "
+    "SplitWithSizes Unbind Where MaskedFill AsStrided Diagonal Trace Flip ConstantPadNd Cumsum Movedim Narrow Unfold "
+    "Roll Sort Topk"
 ) | {"CopySlices", "CopyBackwards"}
 """Operations that are linear in all that is differentiated through them."""
 
-PRODUCTS = frozenset(
-    f"{name}Backward{k}"
-    for k in range(3)
-    for name in ("Mul", "Div", "Dot", "Mv", "Mm", "Bmm", "Addmv", "Addmm", "Vdot")
-)
+PRODUCTS = _nodes("Mul Div Dot Vdot Mv Mm Bmm Addmv Addmm")
 """Operations that are linear in one of their arguments, if the others depend on no sample."""
 
 
@@ -113,7 +84,6 @@ class Part:
     gradient: Tensor | None = None  # at what the call returned
     at_terms: Tensor | None = None  # at the terms
     arrived: list[Pending] = field(default_factory=list)  # the sum of each gradient, on its way to the host
-    told: bool = False  # whether the user said that these are the losses
     is_seen: bool = True  # whether the terms are known, and not the sum alone
     numbers: set[int] = field(default_factory=set)  # of the nodes that add them up
     edge: tuple[Any, int] | None = None  # the node that adds them up
@@ -350,7 +320,7 @@ class Objective:
             found = next(iter(owners.of.values()))
             if found is not None and not isinstance(found, Tensor):
                 self._axes[place] = found
-        self._parts[key] = Part(reduction, owners, told=reduction.name == "record_losses")
+        self._parts[key] = Part(reduction, owners)
         return self._parts[key]
 
     def _learn(self, tensor: Tensor, gradient: Tensor | None, root: Root) -> None:

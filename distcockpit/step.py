@@ -17,8 +17,9 @@ from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.eager import eagerly
 from distcockpit.hutchinson import quadratic_forms
 from distcockpit.interpretation import Interpretation
-from distcockpit.layers import check_batchnorm, training
+from distcockpit.layers import problem_of_batchnorm, training
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
+from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.recorder import Stamp
 from distcockpit.reduce import TRACK, RankFailed, digest, record_of
@@ -52,6 +53,7 @@ class TrackedStep:
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
         self._fault: BaseException | None = None  # why the step is not tracked
+        self._mixing = ""  # why samples are mixed by batch norms
         self._must_tell = False
         self._start: Start | None = None
         self._eager = ExitStack()
@@ -127,7 +129,9 @@ class TrackedStep:
         self._eager.enter_context(eagerly())
         watched = session.check.begin()
         session.check_trainable(self._step)
-        check_batchnorm(setup.batchnorms, setup.track_batchnorm)
+        self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
+        if self._mixing and not self._settled:
+            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
         self._ending = session.ending_update(self._step, start, self._active, setup.tracked, setup.loss_scale())
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
         if session.keeps_values(self._starting):
@@ -236,7 +240,7 @@ class TrackedStep:
             micro.as_sum()
         if pool.is_mixed:
             for micro in captured:
-                micro.without_gradients()
+                micro.without_gradients(self._setup.tracked)
             self._session.say_once(
                 "mixed",
                 f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
@@ -288,7 +292,16 @@ class TrackedStep:
         for topic, text in found.notices.items():
             self._session.say_once(topic, f"step {self._step}: {text}")
         if found.coupled:
-            self._check_no_gradients_are_needed(found.coupled)
+            for micro in captured:
+                micro.without_gradients(setup.tracked)
+            self._check_no_gradients_are_needed(found.coupled, self._active.with_individual_gradients)
+            return found
+        if self._mixing:
+            if self._active.wants("curvature", "trace", "eigenvalue"):
+                raise RuntimeError(self._mixing)
+            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
+            for micro in captured:
+                micro.without_gradients(setup.tracked, has_losses=True)
             return found
         self._check_losses_are_known(captured)
         seen = capture.arrivals.gradients
@@ -301,18 +314,23 @@ class TrackedStep:
         check_uses(found.captured)
         return found
 
-    def _check_no_gradients_are_needed(self, why: str) -> None:
+    def _check_no_gradients_are_needed(self, why: str, wanting: Sequence[Quantity]) -> None:
         """Whether quantities that the user listed want individual gradients, where samples have none.
+
+        Args:
+            why: They have none.
+            wanting: The quantities that want them.
 
         Raises:
             RuntimeError: If so, at the first tracked step.
         """
-        wanting = self._active.with_individual_gradients
         required = [q.name for q in wanting if q.required]
         if required and not self._settled:
-            raise RuntimeError(f"Quantities {required} need individual gradients, but {why}. Leave them out.")
+            raise RuntimeError(
+                f"Quantities {required} need individual gradients, but {why.rstrip('.')}. Leave them out."
+            )
         names = ", ".join(q.name for q in wanting)
-        self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why}.")
+        self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why.rstrip('.')}.")
 
     def _served(self, captured: list[Captured], seen: Mapping[str, Tensor]) -> list[Captured]:
         """The micro-batches with uses from which all individual gradients follow.

@@ -202,8 +202,10 @@ def test_a_run_that_changes_goes_on(tmp_path: Path, name: str, caplog: pytest.Lo
     steps = run["grad_norm"]["step"].values.tolist()
     assert steps[:2] == [0, 1]
     stored, expected = np.linalg.norm(run["grad_norm"]["grad_norm"], axis=1), [norms[step] for step in steps]
-    if name == "gradient_in_the_loss":
-        assert np.isnan(stored[2:]).all() and "create_graph" in caplog.text
+    if name in ("gradient_in_the_loss", "batch_norm"):
+        assert np.isnan(stored[2:]).all()
+        assert ("create_graph" if name == "gradient_in_the_loss" else "is in training mode") in caplog.text
+        assert not run["loss"]["loss"].isnull().any() or name == "gradient_in_the_loss"
         stored[2:] = expected[2:]
     np.testing.assert_allclose(stored, expected, rtol=1e-3)
     if steps != list(range(6)):
@@ -282,3 +284,28 @@ def test_a_step_is_left_out_on_all_ranks(ranks: Ranks, tmp_path: Path, size: int
     assert run["alpha"]["step"].values.tolist() == [0, 3]
     (notice,) = run.attrs["notices"]
     assert notice["step"] == 2 and f"Rank {size - 1} could not finish tracked step 2" in notice["text"]
+
+
+@pytest.mark.parametrize("quantities", ["economy", "full"])
+def test_batch_norm_in_training_mode(tmp_path: Path, quantities: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Individual gradients are not defined, and a notice says what to do; all else is tracked."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
+
+    loss_fn, tracked = nn.CrossEntropyLoss(), net()
+    with caplog.at_level("WARNING"):
+        options = {"quantities": quantities, "loss_fn": loss_fn}
+        _, losses = train(tracked, lambda model: loss_fn(model(V), C), tmp_path / "run", **options)
+    plain = net()
+    train(plain, lambda model: loss_fn(model(V), C), tmp_path / "none", enabled=False)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(tracked.state_dict()[name], value)
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["loss"]["loss"], losses, rtol=1e-6)
+    assert run["norm_test"]["norm_test"].isnull().all() and not run["update_size"]["update_size"].isnull().any()
+    (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "coupled"]
+    assert notice["step"] == 0 and "track_batchnorm=True" in notice["text"] and "norm_test" in notice["text"]
+    with pytest.raises(ValueError, match=r"Layer '1' \(BatchNorm1d\) is in training mode"):
+        train(net(), lambda model: loss_fn(model(V), C), tmp_path / "hand", quantities=[NormTest()])

@@ -63,6 +63,11 @@ class Needs:
     optimizer: bool = False
     averaged: bool = False
 
+    @property
+    def second_order(self) -> bool:
+        """Whether the step is run again, for curvature."""
+        return any(each is not None for each in (self.curvature, self.trace, self.eigenvalue))
+
 
 @dataclass(frozen=True)
 class Model:
