@@ -72,7 +72,7 @@ class _Terms:
     name: str  # of what added them up
     coefficient: float  # of each term, without the scale of mixed precision; not negative
     divisor: float  # what the sum was divided by
-    own: float  # the coefficient of the mean; 1 where the loop divided a sum by what only it knows
+    own: float  # the coefficient of the mean; NaN where the loop divided a sum by what only it knows
     total: Tensor | None
     individual: Tensor | None
     is_sum: bool  # whether nothing divides it
@@ -122,7 +122,7 @@ def interpret(
     unknown = [each for each in everything if each.total is None]
     if len(unknown) == 1 and unknown[0].coefficient and objective.roots:
         unknown[0].total = _left(objective, everything, scale) / unknown[0].coefficient
-    scales = _scales(split, terms, scale, loss, result)
+    scales = _scales(split, terms, scale, loss, result, objective.n_roots or len(split))
     beside = _beside(objective, terms, scale, result)
     for micro, of_micro in zip(split, scales, strict=True):
         uses = [use for forward in micro.passes for use in received(forward)]
@@ -209,19 +209,26 @@ def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpret
     if reduction.adds or part.at_terms is None:
         coefficient = part.coefficient / divisor if divisor else math.inf
     else:
-        coefficient, values, pattern = _weighted(part, values)
+        coefficient, values, pattern, weights = _weighted(part, values)
         divisor = 1.0
     share = part.share(owner)
+    is_sum = reduction.is_sum
+    if reduction.weights is not None:
+        factor, whole = reduction.weights.result().tolist()
+        coefficient, values, is_sum = coefficient * factor, values / factor, not math.isclose(whole, 1.0, rel_tol=1e-5)
+    elif reduction.is_product and part.at_terms is not None:
+        is_sum = not math.isclose(weights, 1.0, rel_tol=1e-5)
+    values = values.nan_to_num() if reduction.name.startswith("nan") else values
     sign = math.copysign(1.0, coefficient)
     coefficient = abs(coefficient) / scale
-    own = 1.0 if reduction.is_sum else coefficient * divisor * share if divisor else 0.0
+    own = math.nan if reduction.is_sum else coefficient * divisor * share if divisor else 0.0
     if not part.is_seen:
         result.notices["unseen"] = UNSEEN.format(reduction.name)
         return _Terms(reduction.name, coefficient, divisor, own, None, None, False)
     individual = part.sums(owner, values)
     total = values.sum(dtype=torch.float64) if individual is None or share == 1.0 else individual.sum()
     total, individual = total * sign, None if individual is None else individual * sign
-    return _Terms(reduction.name, coefficient, divisor, own, total, individual, reduction.is_sum, pattern)
+    return _Terms(reduction.name, coefficient, divisor, own, total, individual, is_sum, pattern)
 
 
 def _learned(part: Part, micro: Micro) -> list[Use]:
@@ -234,24 +241,28 @@ def _learned(part: Part, micro: Micro) -> list[Use]:
     return [of_samples(name, torch.einsum("n,...->n...", each, v.double())) for name, v in part.learned.items()]
 
 
-def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor, float]:
-    """One coefficient for terms that have different ones, the terms with what is left of theirs, and its pattern."""
+def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor, float, float]:
+    """One coefficient for terms that have different ones.
+
+    Returns:
+        The coefficient, the terms with what is left of theirs, its pattern, and what the weights add up to.
+    """
     assert part.at_terms is not None and part.gradient is not None
     at_terms, flat = part.at_terms.double(), part.gradient.reshape(-1)
     size, places = at_terms.abs(), torch.arange(1, len(flat) + 1, device=flat.device)
     largest, some = size.max(), size > 0
-    inside = [largest, size.where(some, largest).min(), size.sum() / some.sum(), at_terms.sum().sign()]
+    inside = [largest, size.where(some, largest).min(), size.sum() / some.sum(), at_terms.sum()]
     outside = [flat[0], flat.min(), flat.max(), (flat * places).sum() / flat.abs().sum()]
     told = Pending(torch.stack([*inside, *outside])).result().tolist()
-    most, least, mean, sign, first, low, high, pattern = told
+    most, least, mean, whole, first, low, high, pattern = told
     if not most:
-        return 1.0, values.double() * 0.0, 0.0
+        return 1.0, values.double() * 0.0, 0.0, 0.0
     is_one = most - least <= 1e-6 * most
     if low == high and first and (part.reduction.is_product or not is_one):
         coefficient, pattern = first, 0.0
     else:
-        coefficient, pattern = (most * sign, 0.0) if is_one else (mean, pattern)
-    return coefficient, values.double() * at_terms / coefficient, pattern
+        coefficient, pattern = (math.copysign(most, whole), 0.0) if is_one else (mean, pattern)
+    return coefficient, values.double() * at_terms / coefficient, pattern, whole / coefficient
 
 
 def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
@@ -262,7 +273,7 @@ def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
         gradient = call.factor.double() / scale
         mean = call.arrived / len(gradient) / scale
         individual = said.individual * (gradient / mean)
-        return _Terms("record_losses", mean, 1.0, 1.0, individual.sum(), individual, True, weight=said.weight)
+        return _Terms("record_losses", mean, 1.0, math.nan, individual.sum(), individual, True, weight=said.weight)
     own = found[0].own if found else 1.0
     if call.factor is not None:
         own = call.arrived / scale
@@ -270,7 +281,12 @@ def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
 
 
 def _scales(
-    split: Sequence[Micro], terms: Sequence[Sequence[_Terms]], scale: float, loss: Loss, result: Interpretation
+    split: Sequence[Micro],
+    terms: Sequence[Sequence[_Terms]],
+    scale: float,
+    loss: Loss,
+    result: Interpretation,
+    n_roots: int,
 ) -> list[Scale]:
     """How each micro-batch weighs its samples."""
     nothing = Scale(0.0, 0.0, 0.0, None, None)
@@ -286,6 +302,7 @@ def _scales(
     bare = sums and any(all(math.isclose(each.coefficient, one, rel_tol=1e-6) for each in first) for one in (1, 1 / k))
     is_one = alike([each.own for each in first]) or alike([each.coefficient for each in first])
     is_one &= len({tuple(each.name for each in mine) for _, mine in present}) < 2
+    is_one &= n_roots >= k  # else they are one objective
     undivided = k > 1 and not sums and is_one and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
     if undivided:
         result.notices["undivided"] = (
@@ -324,7 +341,7 @@ def _scales(
             )
         result.mix = ratios[0] if alike(ratios) else math.inf
         if not is_one:
-            result.mix += _mix([each.coefficient if each.is_sum else each.own for each in first])
+            result.mix += _mix([each.coefficient for each in first])
     return found
 
 
@@ -367,7 +384,9 @@ def _beside(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: floa
 
 def _left(objective: Objective, known: Sequence[_Terms], scale: float) -> Tensor:
     """What is left of the objective without these terms."""
-    whole = torch.stack([root.value for root in objective.roots]).sum() / scale
+    roots = [root for root in objective.roots if root.parts or any(each.gradients for each in root.penalties)]
+    nothing = objective.roots[0].value.new_zeros(())
+    whole = torch.stack([nothing, *(root.value for root in roots)]).sum() / scale  # others are of other models
     return whole - sum(each.coefficient * each.total for each in known if each.total is not None)
 
 

@@ -24,7 +24,7 @@ from distcockpit.captured import ForwardPass
 from distcockpit.gradients.uses import Axis
 from distcockpit.reduce import Pending
 from distcockpit.replay import without_hooks
-from distcockpit.samples import Coupled, Owners, owners_of
+from distcockpit.samples import Coupled, Owners, fits, owners_of
 from distcockpit.trees import map_tensors, tensors
 
 LOSSES = {
@@ -35,6 +35,10 @@ LOSSES = {
 """The losses of ``torch.nn.functional`` that reduce their terms."""
 
 
+IDENTITIES = ("_DDPSinkBackward", "BackwardHookFunctionBackward")
+"""Operations that hand each of their inputs on."""
+
+
 def _nodes(names: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{k}" for name in names.split() for k in ("", *range(7)))
 
@@ -43,9 +47,12 @@ LINEAR = _nodes(
     "Add Sub Rsub Neg Stack Cat Sum Mean Nansum Clone Alias ToCopy Copy View UnsafeView ReshapeAlias Squeeze Unsqueeze "
     "Expand Permute Transpose T Repeat Select Slice Index IndexSelect MaskedSelect Gather Take Split UnsafeSplit "
     "SplitWithSizes Unbind Where MaskedFill AsStrided Diagonal Trace Flip ConstantPadNd Cumsum Movedim Narrow Unfold "
-    "Roll Sort Topk"
+    "Roll Sort Topk Lerp"
 ) | {"CopySlices", "CopyBackwards"}
 """Operations that are linear in all that is differentiated through them."""
+
+PIECEWISE = _nodes("Clamp ClampMin ClampMax Abs Relu NanToNum Maximum Minimum")
+"""Operations that are linear but for some places, and for a constant: guards of a loss."""
 
 PRODUCTS = _nodes("Mul Div Dot Vdot Mv Mm Bmm Addmv Addmm")
 """Operations that are linear in one of their arguments, if the others depend on no sample."""
@@ -61,6 +68,7 @@ class Reduction:
     adds: bool  # whether it is a sum or a mean of all terms
     is_sum: bool = True  # whether it divides by nothing itself
     is_product: bool = False  # whether it multiplies them by weights first
+    weights: Pending | None = None  # what a sum's terms were multiplied by: a number; what several add up to
     again: Callable[[], Tensor] | None = None  # the terms of a loss, with their graph
     edge: tuple[int, int] | None = None  # where the terms lie in the graph; those of a loss do not
     inside: ForwardPass | None = None  # the pass in which it was called
@@ -190,6 +198,7 @@ class Objective:
         self._parts: dict[Any, Part] = {}
         self._told: dict[int, Tensor] = {}
         self.roots: list[Root] = []
+        self.n_roots = 0  # also of passes without samples
         self.looks = thorough
         self.has_gradients = False  # whether gradients with a graph of their own were computed
 
@@ -239,6 +248,7 @@ class Objective:
             gradient: What it is given.
             on_gradient: Puts hooks on nodes.
         """
+        self.n_roots += 1
         if tensor.grad_fn is None or not any(forward.batch_size for forward in self._passes):
             return
         value = tensor.detach().double()
@@ -269,19 +279,20 @@ class Objective:
         number = node._sequence_nr()
         reduction, name = self._reductions.get(number), node.name()
         edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
-        if name == "_DDPSinkBackward":  # hands each of its inputs on
+        if name in IDENTITIES:
             return [node.next_functions[position]]
         behind = [edge for edge in edges if self._depends(edge[0])]
-        is_linear = name in LINEAR or (name in PRODUCTS and len(behind) == 1)
+        of_numbers = _is_number(node, position) and all(_is_number(*edge) for edge in behind)
+        is_linear = name in LINEAR or (name in PIECEWISE and of_numbers) or (name in PRODUCTS and len(behind) == 1)
         if name.startswith("DivBackward") and behind[:1] != [node.next_functions[0]]:
             is_linear = False
         if number in self._told:
             reduction = Reduction("record_losses", self._told[number], 1.0, False, edge=(number, position))
         if reduction is not None and (is_linear or reduction.again is not None or reduction.edge == (number, position)):
             try:
-                part = self._cut(reduction)
+                part = self._cut(reduction, node)
             except Coupled:  # what it added up may be sums themselves
-                part, root.mixing = None, root.mixing if _stacks(reduction.terms) else reduction.name
+                part, root.mixing = None, root.mixing if _are_losses(reduction.terms) else reduction.name
             if part is not None:
                 root.parts.append(part)
                 self._hook(part, node, position, on_gradient)
@@ -289,7 +300,6 @@ class Objective:
         if is_linear:
             root.has_learned_weights |= name in PRODUCTS and len(edges) > 1
             return edges if name in LINEAR else behind
-        of_numbers = _is_number(node, position) and all(_is_number(*edge) for edge in behind)
         if reduction is None and not of_numbers and not root.mixing:
             return self._unseen(node, position, root, on_gradient)
         if reduction is not None and not root.mixing and reduction.again is not None:
@@ -300,7 +310,7 @@ class Objective:
         root.coupled = reduction.name if reduction is not None else root.mixing or name.partition("Backward")[0]
         return []
 
-    def _cut(self, reduction: Reduction) -> Part | None:
+    def _cut(self, reduction: Reduction, node: Any) -> Part | None:
         """The terms as a part of the objective; ``None`` if they are not those of samples.
 
         Raises:
@@ -313,9 +323,17 @@ class Objective:
         if reduction.inside is None:
             number = sum(1 for part in self._parts.values() if part.owners is not None)
             place = (reduction.name, reduction.terms.dim(), number)
-            terms = reduction.terms if reduction.again is None else reduction.again()
-            owners = owners_of(terms, self._passes, self._axes.get(place), looks=self._thorough)
-            if not owners.of or (_stacks(terms) and all(each.batch_size == 1 for each in owners.of)):
+            known, mine = self._axes.get(place), self._passes_behind(node)
+            alone = all(forward.batch_size < 2 for forward in mine)
+            if alone and _stacks(reduction.terms):
+                return None
+            if known is not None and not self._thorough and all(fits(reduction.terms, known, f) for f in mine):
+                owners = Owners(dict.fromkeys(mine, known))  # nothing is differentiated for it
+            else:
+                terms = reduction.terms if reduction.again is None else reduction.again()
+                owners = owners_of(terms, self._passes, known)
+            is_one = reduction.again is None and reduction.terms.numel() == 1 and not alone
+            if not owners.of or (is_one and all(of is None for of in owners.of.values())):
                 return None
             found = next(iter(owners.of.values()))
             if found is not None and not isinstance(found, Tensor):
@@ -325,11 +343,14 @@ class Objective:
 
     def _learn(self, tensor: Tensor, gradient: Tensor | None, root: Root) -> None:
         """Coefficients may hold parameters, as where the weights of several losses are learned."""
+        if unseen := [part.reduction.name for part in root.parts if part.edge is None]:
+            root.coupled = unseen[0]  # a weight's gradient is made of terms that are not known
+            return
         edges = [GradientEdge(*part.edge) for part in root.parts if part.edge is not None]
         leaves: Any = list(self._parameters.values())
         with torch.enable_grad(), without_hooks(leaves):
             coefficients = torch.autograd.grad(tensor, edges, gradient, True, create_graph=True)
-            for part, coefficient in zip((p for p in root.parts if p.edge is not None), coefficients, strict=True):
+            for part, coefficient in zip(root.parts, coefficients, strict=True):
                 if coefficient.dim() or not part.reduction.adds:
                     root.coupled = part.reduction.name
                 elif coefficient.requires_grad:
@@ -416,6 +437,11 @@ class Objective:
         return [forward for forward in self._passes if forward in found]
 
 
+def _are_losses(terms: Tensor) -> bool:
+    """Whether these are the losses of batches, or one of them, and no terms."""
+    return terms.numel() == 1 or _stacks(terms)
+
+
 def _stacks(terms: Tensor) -> bool:
     """Whether they are the losses of a batch, stacked."""
     node: Any = terms.grad_fn
@@ -442,8 +468,8 @@ def _is_number(node: Any, position: int) -> bool:
     return position < len(metadata) and math.prod(metadata[position].shape) == 1
 
 
-SUMS = (torch.sum, Tensor.sum)
-MEANS = (torch.mean, Tensor.mean)
+SUMS = (torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
+MEANS = (torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
 
 
 def _adds_up(args: Any, kwargs: Any, result: Any) -> bool:
@@ -497,9 +523,31 @@ def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reductio
     made, terms = tensors(result)[0], max([t for t in given if t.requires_grad] or given, key=Tensor.numel)
     edge = None if terms.grad_fn is None else (terms.grad_fn._sequence_nr(), terms.output_nr)
     adds = made.dim() == 0 and function in (*SUMS, *MEANS)
-    is_mean = adds and function in MEANS
-    divisor = float(terms.numel()) if is_mean else 1.0
-    return Reduction(getattr(function, "__name__", str(function)), terms, divisor, adds, not is_mean, edge=edge)
+    name, is_mean = getattr(function, "__name__", str(function)), adds and function in MEANS
+    divisor: Pending | float = float(terms.numel()) if is_mean else 1.0
+    if is_mean and name == "nanmean":
+        divisor = Pending((~terms.detach().isnan()).sum(dtype=torch.float64).reshape(1))
+    reduction = Reduction(name, terms, divisor, adds, not is_mean, edge=edge)
+    if adds and not is_mean:
+        reduction.weights = _weights_of(terms)
+    return reduction
+
+
+def _weights_of(terms: Tensor) -> Pending | None:
+    """Of terms that were multiplied by a constant, or divided: the number that it was, and what several add up to."""
+    node: Any = terms.grad_fn
+    name = "" if node is None else node.name()
+    if not name.startswith(("MulBackward", "DivBackward")):
+        return None
+    first, second = (upstream is not None for upstream, _ in node.next_functions)
+    if first == second or (second and name.startswith("Div")):
+        return None
+    weights = node._saved_other if first else node._saved_self
+    weights = weights.detach().double()
+    weights = weights.reciprocal() if name.startswith("Div") else weights
+    factor = weights if weights.dim() == 0 else weights.new_ones(())
+    whole = weights.sum() if weights.dim() else weights.new_zeros(())
+    return Pending(torch.stack([factor, whole]))
 
 
 def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:

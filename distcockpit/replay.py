@@ -113,15 +113,15 @@ def _needs_one(captured: Captured) -> str:
 @contextmanager
 def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
     """Take the user's hooks off some tensors: they would see, and change, gradients that are not the run's."""
-    hooks = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
+    hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in leaves if t._backward_hooks]
     kept = [(t, t.grad) for t in leaves if t.retains_grad and not t.is_leaf]
     try:
-        for t, _ in hooks:
-            t._backward_hooks = None
+        for there, _ in hooks:
+            there.clear()  # the very container that autograd looks into, also where a tensor is no leaf
         yield
     finally:
-        for t, before in hooks:
-            t._backward_hooks = before
+        for there, before in hooks:
+            there.update(before)
         for t, gradient in kept:
             t.grad = gradient
 

@@ -59,14 +59,13 @@ class Coupled(Exception):  # noqa: N818
     """A term depends on several samples."""
 
 
-def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, *, looks: bool = True) -> Owners:
+def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None) -> Owners:
     """Whose terms they are; of no pass if they depend on no output.
 
     Args:
         terms: Any shape, with their graph, which is left as it is.
         passes: Whose outputs they may depend on.
         known: The batch axis of the terms, as it was found before.
-        looks: Whether that is to be looked at again.
 
     Raises:
         Coupled: If a term depends on several samples.
@@ -78,10 +77,10 @@ def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None, 
         if t.requires_grad
     ]
     with without_hooks([t for _, _, t in outputs]):
-        return _owners_of(terms, outputs, known, looks)
+        return _owners_of(terms, outputs, known)
 
 
-def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], known: Axis, looks: bool) -> Owners:
+def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], known: Axis) -> Owners:
     reached = _gradients(terms, [t for _, _, t in outputs], torch.ones_like(terms))
     outputs = [each for each, gradient in zip(outputs, reached, strict=True) if gradient is not None]
     places = [(f, k) for f, _, t in outputs for k, each in enumerate(tensors(f.output)) if each is t]
@@ -93,7 +92,7 @@ def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], k
     if any(axis is None for _, axis, _ in outputs):
         return Owners(dict.fromkeys(mine))
     try:
-        return _told_apart(terms, outputs, mine, known, looks)
+        return _told_apart(terms, outputs, mine, known)
     except Coupled:
         if all(forward.axes[k] is not None for forward, k in places):
             raise
@@ -105,7 +104,6 @@ def _told_apart(
     outputs: Sequence[tuple[ForwardPass, Axis, Tensor]],
     mine: Sequence[ForwardPass],
     known: Axis,
-    looks: bool,
 ) -> Owners:
     sizes = {forward.batch_size for forward in mine}
     if not mine:
@@ -113,8 +111,6 @@ def _told_apart(
     candidates: list[Axis] = []
     if len(sizes) == 1:
         candidates = [known] if known is not None and _fits(terms.shape, known, *sizes) else []
-        if candidates and not looks:
-            return Owners(dict.fromkeys(mine, known))
         candidates += [axis for axis in _candidates(terms.shape, *sizes) if axis != known]
     if len(mine) == 1:
         for axis in candidates:
@@ -156,6 +152,11 @@ def _candidates(shape: torch.Size, n: int) -> Iterator[Axis]:
         if size > n and size % n == 0:
             yield Folded(k, 1, size // n)
             yield Folded(k, size // n, 1)
+
+
+def fits(terms: Tensor, axis: Axis, forward: ForwardPass) -> bool:
+    """Whether the terms may have the batch of a pass there."""
+    return _fits(terms.shape, axis, forward.batch_size)
 
 
 def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:

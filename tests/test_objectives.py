@@ -217,3 +217,106 @@ def test_what_couples_samples(ranks: Ranks, tmp_path: Path, name: str, size: int
 def test_the_page_on_losses_lists_them() -> None:
     page = Path(__file__).parents[1] / "docs" / "losses.md"
     assert page.read_text().endswith(objectives.table())
+
+
+# -- against what the optimizer gets, on one process -------------------------------------------------------------------
+
+
+def guarded(model: Any, d: Data) -> Tensor:
+    """Flooding (Ishida et al. 2020) of a loss that is clamped."""
+    return (F.cross_entropy(model(d.x), d.y).clamp(max=50) - 1.5).abs() + 1.5
+
+
+def normalised(model: Any, d: Data) -> Tensor:
+    return (F.cross_entropy(model(d.x), d.y, reduction="none") * (d.weight / d.weight.sum())).sum()
+
+
+class Gathered(objectives.Net):
+    """Returns its loss with an axis, as a replica of `DataParallel` does."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.cross_entropy(super().forward(x), y).unsqueeze(0)
+
+
+def beside_another(model: Any, d: Data) -> Tensor:
+    """The backward pass of another network is none of the model's."""
+    other = nn.Linear(objectives.C, 1)
+    z = model(d.x)
+    other(z.detach()).mean().backward()
+    return F.cross_entropy(z, d.y)
+
+
+ON_ONE: dict[str, Any] = {
+    "weights that add up to 1": normalised,
+    "the same by a product": lambda model, d: (
+        F.cross_entropy(model(d.x), d.y, reduction="none") @ (d.weight / d.weight.sum())
+    ),
+    "divided, then summed": lambda model, d: (F.cross_entropy(model(d.x), d.y, reduction="none") / len(d.x)).sum(),
+    "a guarded loss": guarded,
+    "nanmean": lambda model, d: torch.where(
+        d.chosen, F.cross_entropy(model(d.x), d.y, reduction="none"), torch.nan
+    ).nanmean(),
+    "a loss with an axis": lambda model, d: model(d.x, d.y).sum(),
+    "two passes in one root": lambda model, d: model(d.x).square().mean() + F.softplus(-model(-d.x)).mean(),
+    "passes with different losses and sizes": lambda model, d: (
+        F.cross_entropy(model(d.x[:10]), d.y[:10]) + 0.3 * model(d.x[10:]).square().mean()
+    ),
+    "beside another network": beside_another,
+    "connectionist temporal classification": lambda model, d: F.ctc_loss(
+        model(d.x).unsqueeze(0).repeat(4, 1, 1).log_softmax(-1),
+        d.y[:, None].clamp(min=1),
+        torch.full((len(d.x),), 4),
+        torch.ones(len(d.x), dtype=torch.int64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_what_the_optimizer_gets(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    net = Gathered() if name == "a loss with an axis" else objectives.Net()
+    optimizer, expected = torch.optim.SGD(net.parameters(), lr=0.1), []
+    options: dict[str, Any] = {"quantities": [Loss(), GradNorm(), NormTest(), Alpha()], "schedule": every(1)}
+    with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", **options) as cockpit:
+        for step in range(5):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss = ON_ONE[name](cockpit, data(step))
+                loss.backward()
+            squares = sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)
+            expected.append((loss.item(), float(squares) ** 0.5))
+            optimizer.step()
+    run = open_run(tmp_path / "run")
+    losses, norms = zip(*expected, strict=True)
+    np.testing.assert_allclose(run["loss"]["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-4)
+    np.testing.assert_allclose(run["alpha"]["f_start"], losses[:-1], rtol=1e-5)
+    assert np.isfinite(run["norm_test"]["norm_test"]).all()
+
+
+def test_hooks_of_the_user_are_called_as_without(tmp_path: Path) -> None:
+    """Those on outputs and losses never more often; others only where steps check themselves."""
+    net, d, calls = objectives.Net(), data(0), {"output": 0, "between": 0, "loss": 0}
+
+    def count(what: str) -> Any:
+        def hook(_: Tensor) -> None:
+            calls[what] += 1
+
+        return hook
+
+    with DistCockpit(net, store=tmp_path / "run", quantities=[Loss(), NormTest()], schedule=every(1)) as cockpit:
+        for step in range(7):
+            before = dict(calls)
+            with cockpit.track(step):
+                z = cockpit(d.x)
+                z.retain_grad()
+                z.register_hook(count("output"))
+                between = z * 2
+                between.register_hook(count("between"))
+                loss = F.cross_entropy(between, d.y)
+                loss.register_hook(count("loss"))
+                loss.backward()
+            torch.testing.assert_close(z.grad, torch.autograd.grad(F.cross_entropy(2 * z, d.y), z)[0])
+            more = {what: calls[what] - before[what] - (what == "output") for what in calls}
+            assert more["loss"] == 1 and more["output"] == 1
+            assert more["between"] == 1 or step in (0, 1, 3)
