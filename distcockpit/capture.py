@@ -178,11 +178,6 @@ class Capture:
         keep(self._model.register_forward_hook(Hook(self._leave_model), prepend=False, always_call=True))
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
-        if self._is_loops:
-            for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
-                keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
-                keep(module.register_forward_hook(Hook(self._step_back), always_call=True))
-            self._loop.begin()
         if self._functions is not None:
             for path in self._functions.owners:
                 module = self._model.get_submodule(path)
@@ -191,6 +186,11 @@ class Capture:
         if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
         self._handles += self.arrivals.watch()
+        if self._is_loops:
+            for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
+                keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
+                keep(module.register_forward_hook(Hook(self._step_back), always_call=True))
+            self._loop.begin()
 
     def stop(self) -> None:
         """Take every hook off, those on tensors included."""

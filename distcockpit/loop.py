@@ -45,6 +45,6 @@ class LoopWatch(Mode):
         result = func(*args, **kwargs)
         if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:
             self.scale = Pending(args[1].detach().double().reshape(1).clone())
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and (not isinstance(result, Tensor) or result.grad_fn is not None):
             self._on_call(func, args, kwargs, result)
         return result

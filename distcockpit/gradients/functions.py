@@ -159,7 +159,7 @@ class Watch(Mode):
         batch_size: Of the pass.
         device: Of the model.
         on_use: Told of each use.
-        on_call: Told of each call.
+        on_call: Told of each call whose result has no axis as long as the batch.
         with_gradients: Whether what is made of parameters where gradients are off is a constant.
     """
 
@@ -192,7 +192,8 @@ class Watch(Mode):
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
         result = self._call(func, args, kwargs)
-        self._on_call(func, args, kwargs, result)
+        if not isinstance(result, Tensor) or self._batch_size not in result.shape:
+            self._on_call(func, args, kwargs, result)
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
