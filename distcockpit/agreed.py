@@ -37,6 +37,7 @@ class Setup:
     trainable: frozenset[str]  # names of all trainable parameters
     raise_errors: bool  # whether faults of the environment raise at the next step
     n_groups: Sequence[int]  # how many parameter groups each optimizer has
+    loss_function: object  # what stands for the loss module, if the user gave a function
 
     @cached_property
     def tracked(self) -> dict[str, nn.Parameter]:

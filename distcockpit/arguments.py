@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from distcockpit import __version__, hutchinson
 from distcockpit.active import of_individual_gradients
@@ -148,18 +149,45 @@ def chosen_quantities(
     return chosen
 
 
-def check_loss_and_optimizers(loss_fn: nn.Module | None, optimizers: Optimizers, bare: nn.Module) -> None:
-    """Whether they are what they should be, and belong to the model.
+MODULES: dict[object, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.nll_loss: nn.NLLLoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.kl_div: nn.KLDivLoss,
+}
+"""The modules that call these functions."""
+
+
+def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
+    """The loss module, and the function that stands for it, if the user gave a function.
 
     Raises:
-        TypeError: If the loss is neither a module nor ``None``.
+        TypeError: If the loss is neither a module, nor ``None``, nor a function of torch that a module stands for.
+    """
+    if loss_fn is None:
+        return None, None
+    if isinstance(loss_fn, nn.Module):
+        return wrappers(loss_fn)[-1], None
+    if loss_fn in MODULES:
+        return MODULES[loss_fn](), loss_fn
+    raise TypeError(
+        f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), a function such as "
+        "torch.nn.functional.cross_entropy, or None: the loss is found as the loop computes it, and loss_fn is for "
+        "curvature."
+    )
+
+
+def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
+    """Whether they belong to the model.
+
+    Raises:
         ValueError: If an optimizer is one of another model, or two hold the same parameter.
     """
-    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
-        raise TypeError(
-            f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), or None for a loss computed by "
-            "a function or inside the model."
-        )
     mine = {id(p): name for name, p in bare.named_parameters()}
     held: dict[int, str] = {}
     for name, optimizer in optimizers.items():

@@ -41,7 +41,7 @@ from distcockpit.interpretation import Interpretation, interpret
 from distcockpit.loop import LoopWatch
 from distcockpit.loss_calls import LossCalls
 from distcockpit.module_state import ModuleStates
-from distcockpit.objective import Objective, terms_inside
+from distcockpit.objective import Objective, arguments_of_loss, terms_inside
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.rng import RandomState
@@ -425,6 +425,10 @@ class Capture:
     @_harmless
     def _see_in_loop(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.objective.see(function, args, kwargs, result)
+        if function is self._loss.function and self._loss.module is not None:
+            given = arguments_of_loss(function, args, kwargs)
+            if given is not None:
+                self._told.heard(self._loss.module, given, {}, result)
 
     def _differentiates(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """The loop is about to differentiate."""

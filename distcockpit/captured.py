@@ -266,11 +266,13 @@ class Loss:
         module: The loss module, or ``None``.
         weight: The user's word on w.
         factor: The scale of mixed precision, where it is told.
+        function: What stands for the module, if the user gave a function.
     """
 
     module: nn.Module | None
     weight: float | None = None
     factor: float = 1.0
+    function: object = None
 
 
 def observed_in(forward: ForwardPass) -> list[tuple[str, dict[str, Tensor]]]:

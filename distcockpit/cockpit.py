@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +28,7 @@ from distcockpit.arguments import (
     check_choice,
     check_counts,
     check_epoch,
-    check_loss_and_optimizers,
+    check_optimizers,
     check_options,
     check_positive,
     check_seconds,
@@ -36,6 +36,7 @@ from distcockpit.arguments import (
     check_step,
     chosen_quantities,
     description,
+    loss_module,
     memory_in_bytes,
     model_facts,
     named_optimizers,
@@ -73,8 +74,8 @@ class DistCockpit(Joinable):
 
     Args:
         model: ``DistributedDataParallel`` or any module. Without torch.distributed it is a world of one.
-        loss_fn: The loss module, from which individual losses are derived; ``None`` where the model or a function
-            computes the loss, which is then taken as a mean over samples.
+        loss_fn: The loss module, or a function such as ``F.cross_entropy``, that curvature is of; it is called as
+            ``loss_fn(model(x), y)``. Nothing else needs it: the loss is found as the loop computes it.
         optimizer: The optimizer of the model's parameters. Several as a list or by name, ``{"matrices": muon, "rest":
             adamw}``: beside ``alpha``, the whole update, each then has an alpha of its own, ``alpha_matrices`` (by its
             place in a list: ``alpha_0``). With ``torch.optim.LBFGS``, put ``with cockpit.track(step):`` inside the
@@ -131,7 +132,7 @@ class DistCockpit(Joinable):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: nn.Module | None = None,
+        loss_fn: nn.Module | Callable[..., Tensor] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         *,
         store: str | os.PathLike[str] | Store,
@@ -191,8 +192,8 @@ class DistCockpit(Joinable):
             bare = bare_module(model)
             optimizers = named_optimizers(optimizer)
             layers = find_layers(bare, include, exclude)
-            check_loss_and_optimizers(loss_fn, optimizers, bare)
-            loss_fn = None if loss_fn is None else wrappers(loss_fn)[-1]
+            check_optimizers(optimizers, bare)
+            loss_fn, function = loss_module(loss_fn)
             facts = model_facts(bare, layers, optimizers, world.size)
             chosen = chosen_quantities(quantities, schedule, optimizers, facts)
             mixing = problem_of_batchnorm(batchnorms(bare), track_batchnorm)
@@ -220,6 +221,7 @@ class DistCockpit(Joinable):
             frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
             n_groups=[len(each.param_groups) for each in optimizers.values()],
+            loss_function=function,
         )
         recorder, run = None, None
         hosts = world.share(socket.gethostname())
@@ -272,8 +274,8 @@ class DistCockpit(Joinable):
             step: Number of the step; it must grow from call to call. Quantities over an update (alpha) need steps
                 that grow by one.
             epoch: Stored beside the step.
-            weight: What the loss was divided by, where that is neither the number of samples nor known from the loss
-                module: a number of tokens, for example.
+            weight: How many terms the loss is a mean over, where that is not seen (a fused loss of one's own), or a sum
+                that nothing divides is to be reported as the mean over: a number of tokens, for example.
             batch_size: Number of samples, where it is not the batch axis of the model's first tensor argument.
 
         Raises:
@@ -290,7 +292,7 @@ class DistCockpit(Joinable):
         return TrackedStep(self._session, step, epoch, weight, batch_size)
 
     def record_losses(self, losses: Tensor, *, weight: float | None = None, divisor: float | None = None) -> None:
-        """Hand over the losses of the latest forward pass, where no loss module tells them.
+        """Hand over the losses of the latest forward pass, where they are not seen.
 
         Call it inside ``track``, once per micro-batch, with losses that the backward pass goes through:
         ``losses = f(model(x), y); cockpit.record_losses(losses); losses.mean().backward()``.

@@ -550,6 +550,19 @@ def _weights_of(terms: Tensor) -> Pending | None:
     return Pending(torch.stack([factor, whole]))
 
 
+def arguments_of_loss(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """Input and target of a loss that is called without options."""
+    bound = LOSSES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    first, second, *options = bound.arguments
+    defaults = LOSSES[function].parameters
+    if any(
+        isinstance(bound.arguments[name], Tensor) or bound.arguments[name] != defaults[name].default for name in options
+    ):
+        return None
+    return bound.arguments[first], bound.arguments[second]
+
+
 def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:
     """A loss of `torch.nn.functional`."""
     bound = LOSSES[function].bind(*args, **kwargs)

@@ -149,7 +149,7 @@ class TrackedStep:
         self._capture = Capture(
             setup.bare,
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
-            Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0),
+            Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
             session.axes,
             thorough=session.check.is_thorough,
             output_gradients=gradients,

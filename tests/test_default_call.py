@@ -309,3 +309,16 @@ def test_batch_norm_in_training_mode(tmp_path: Path, quantities: str, caplog: py
     assert notice["step"] == 0 and "track_batchnorm=True" in notice["text"] and "norm_test" in notice["text"]
     with pytest.raises(ValueError, match=r"Layer '1' \(BatchNorm1d\) is in training mode"):
         train(net(), lambda model: loss_fn(model(V), C), tmp_path / "hand", quantities=[NormTest()])
+
+
+def test_the_loss_as_a_function(tmp_path: Path) -> None:
+    """Curvature is that of the module that stands for it."""
+    found = []
+    for name, loss_fn in {"function": F.cross_entropy, "module": nn.CrossEntropyLoss()}.items():
+        torch.manual_seed(0)
+        train(mlp(), lambda model, f=loss_fn: f(model(V), C), tmp_path / name, quantities="full", loss_fn=loss_fn)
+        run = open_run(tmp_path / name)
+        found.append((run["hess_trace"]["trace"].values, run["hess_max_ev"]["hess_max_ev"].values))
+    for of_function, of_module in zip(*found, strict=True):
+        assert np.isfinite(of_module).all()
+        np.testing.assert_allclose(of_function, of_module, rtol=1e-6)

@@ -124,8 +124,8 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ValueError,
         ["'second.weight'", "shared", "'first'"],
     ),
-    "functional loss": (
-        lambda p: construct(p, loss_fn=torch.nn.functional.cross_entropy),
+    "loss that is no loss": (
+        lambda p: construct(p, loss_fn=torch.cdist),
         TypeError,
         ["loss_fn=", "nn.CrossEntropyLoss()", "None"],
     ),
