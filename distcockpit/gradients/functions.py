@@ -192,7 +192,7 @@ class Watch(Mode):
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
         result = self._call(func, args, kwargs)
-        if not isinstance(result, Tensor) or self._batch_size not in result.shape:
+        if not isinstance(result, Tensor) or not (result.is_nested or self._batch_size in result.shape):
             self._on_call(func, args, kwargs, result)
         return result
 
