@@ -35,8 +35,6 @@ UNPAIRED = (
     "A loss is made of {passes} forward passes with {sizes} samples, so that their samples cannot be paired. Call the "
     "model on batches of one size, or compute a loss for each of them."
 )
-
-
 COUPLED = (
     "the loss couples the samples of a batch ({}), as contrastive losses, Dice and statistics over the batch do: it is "
     "no sum over samples, so that they have no gradients of their own"
@@ -334,11 +332,6 @@ def _scales(
         result.own = first[0].own * (1 if undivided else k)
         result.coefficient = sum(each.coefficient for each in first) / k
         ratios = [_mix([each.coefficient for each in mine]) + sum(e.pattern for e in mine) for _, mine in present]
-        if bare:
-            result.notices["sum"] = (
-                "the loss is a sum over samples that nothing divides: what is stored is that of their mean, whatever "
-                "the number of samples and ranks."
-            )
         result.mix = ratios[0] if alike(ratios) else math.inf
         if not is_one:
             result.mix += _mix([each.coefficient for each in first])

@@ -24,7 +24,7 @@ from distcockpit.captured import ForwardPass
 from distcockpit.gradients.uses import Axis
 from distcockpit.reduce import Pending
 from distcockpit.replay import without_hooks
-from distcockpit.samples import Coupled, Owners, fits, owners_of
+from distcockpit.samples import CoupledError, Owners, fits, owners_of
 from distcockpit.trees import map_tensors, tensors
 
 LOSSES = {
@@ -123,8 +123,10 @@ class Part:
         maps = [(forward, of) for forward, of in self.owners.of.items() if isinstance(of, Tensor)]
         if len(maps) < len(self.owners.of):
             return self.passes
-        counts = sum((of >= 0).long() for _, of in maps) if maps else torch.zeros(1)
-        return self.passes if bool((counts > 1).any()) else []  # type: ignore[union-attr]
+        if not maps:
+            return []
+        counts = torch.stack([of >= 0 for _, of in maps]).sum(0)
+        return self.passes if bool((counts > 1).any()) else []
 
     def share(self, forward: ForwardPass) -> float:
         """The part of the terms that belongs to a pass."""
@@ -291,7 +293,7 @@ class Objective:
         if reduction is not None and (is_linear or reduction.again is not None or reduction.edge == (number, position)):
             try:
                 part = self._cut(reduction, node)
-            except Coupled:  # what it added up may be sums themselves
+            except CoupledError:  # what it added up may be sums themselves
                 part, root.mixing = None, root.mixing if _are_losses(reduction.terms) else reduction.name
             if part is not None:
                 root.parts.append(part)
@@ -314,7 +316,7 @@ class Objective:
         """The terms as a part of the objective; ``None`` if they are not those of samples.
 
         Raises:
-            Coupled: If a term is of several samples.
+            CoupledError: If a term is of several samples.
         """
         key = reduction.edge or id(reduction)
         if key in self._parts:
@@ -545,7 +547,7 @@ def _weights_of(terms: Tensor) -> Pending | None:
     weights = node._saved_other if first else node._saved_self
     weights = weights.detach().double()
     weights = weights.reciprocal() if name.startswith("Div") else weights
-    factor = weights if weights.dim() == 0 else weights.new_ones(())
+    factor = weights.where(weights != 0, 1.0) if weights.dim() == 0 else weights.new_ones(())
     whole = weights.sum() if weights.dim() else weights.new_zeros(())
     return Pending(torch.stack([factor, whole]))
 

@@ -55,7 +55,7 @@ class Owners:
         return torch.stack(maps).any(0) if maps and len(maps) == len(self.of) else None
 
 
-class Coupled(Exception):  # noqa: N818
+class CoupledError(Exception):
     """A term depends on several samples."""
 
 
@@ -68,7 +68,7 @@ def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None) 
         known: The batch axis of the terms, as it was found before.
 
     Raises:
-        Coupled: If a term depends on several samples.
+        CoupledError: If a term depends on several samples.
     """
     outputs = [
         (forward, _axis(forward, k, t), t)
@@ -93,7 +93,7 @@ def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], k
         return Owners(dict.fromkeys(mine))
     try:
         return _told_apart(terms, outputs, mine, known)
-    except Coupled:
+    except CoupledError:
         if all(forward.axes[k] is not None for forward, k in places):
             raise
         return Owners(dict.fromkeys(mine))  # where the batch is in the outputs was a guess
@@ -198,7 +198,7 @@ def _found(
     """The sample of each term, by pass: digit by digit, from what a term changes by when some samples change.
 
     Raises:
-        Coupled: If a term depends on several samples, or that cannot be told.
+        CoupledError: If a term depends on several samples, or that cannot be told.
     """
     generator = torch.Generator().manual_seed(len(passes))
     ones = torch.ones_like(terms).requires_grad_()
@@ -222,11 +222,11 @@ def _found(
                         (change,) = torch.autograd.grad(total, ones, retain_graph=True, materialize_grads=True)
                         sides.append(change.detach().reshape(-1).abs().nan_to_num(nan=0.0).cpu())
                     if bool((torch.minimum(*sides) > SEPARATE * torch.maximum(*sides)).any()):
-                        raise Coupled
+                        raise CoupledError
                     result[forward] += (sides[1] > sides[0]).long() << digit
                     reached |= torch.maximum(*sides) > 0
                 result[forward][~reached] = -1
                 result[forward] = result[forward].to(terms.device)
     except RuntimeError as error:  # a function without a second derivative
-        raise Coupled from error
+        raise CoupledError from error
     return result

@@ -236,8 +236,14 @@ class TrackedStep:
 
     def _compare(self, pool: Pool, captured: Sequence[Captured]) -> None:
         """Whether all ranks differentiate the same combination of losses."""
-        for micro in captured if pool.is_sum else ():
-            micro.as_sum()
+        if pool.is_sum:
+            for micro in captured:
+                micro.as_sum()
+            self._session.say_once(
+                "sum",
+                f"step {self._step}: the loss is a sum over samples that nothing divides: what is stored is that of "
+                "their mean, whatever the number of samples and ranks.",
+            )
         if pool.is_mixed:
             for micro in captured:
                 micro.without_gradients(self._setup.tracked)

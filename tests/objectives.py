@@ -267,7 +267,7 @@ def l2(model: nn.Module) -> Any:
 
 
 def orthogonal(model: nn.Module) -> Tensor:
-    weight = model.head.weight  # type: ignore[union-attr]
+    weight = model.get_parameter("head.weight")
     return (weight @ weight.T - torch.eye(C, dtype=weight.dtype)).abs().sum() + torch.linalg.vector_norm(weight, 1)
 
 
