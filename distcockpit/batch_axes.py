@@ -23,7 +23,7 @@ from distcockpit.gradients.functions import Functions, Watch, called_with, watch
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
 from distcockpit.layers import training_batchnorms
 from distcockpit.module_state import ModuleStates
-from distcockpit.objective import terms_inside
+from distcockpit.reductions import terms_inside
 from distcockpit.replay import replayed
 from distcockpit.trees import map_tensors, tensors
 

@@ -41,9 +41,10 @@ from distcockpit.interpretation import Interpretation, interpret
 from distcockpit.loop import LoopWatch
 from distcockpit.loss_calls import LossCalls
 from distcockpit.module_state import ModuleStates
-from distcockpit.objective import Objective, arguments_of_loss, terms_inside
+from distcockpit.objective import Objective
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
+from distcockpit.reductions import arguments_of_loss, terms_inside
 from distcockpit.rng import RandomState
 from distcockpit.runs import Runs
 from distcockpit.trees import map_tensors, tensors

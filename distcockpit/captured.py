@@ -41,7 +41,7 @@ class ForwardPass:
     uses: list[Use] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of each module
     folds: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # merged axes by length: around and within B
-    reductions: list[Any] = field(default_factory=list)  # calls that added up terms: `objective.Reduction`
+    reductions: list[Any] = field(default_factory=list)  # calls that added up terms: `reductions.Reduction`
     output: Any = None
     axes: Axes = ()  # where the batch is in each tensor of the output
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
