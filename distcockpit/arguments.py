@@ -20,8 +20,6 @@ from distcockpit.active import of_individual_gradients
 from distcockpit.agreed import Setup
 from distcockpit.coverage import Coverage
 from distcockpit.curvature import Diagonals
-from distcockpit.gradients.uses import Layer
-from distcockpit.layers import ACTIVATIONS, is_unit
 from distcockpit.presets import preset
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
@@ -29,7 +27,7 @@ from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule, every
 from distcockpit.schema import NAME
 from distcockpit.sinks import Sink
-from distcockpit.wrapped import has_children, wrappers
+from distcockpit.wrapped import wrappers
 
 REDUCTIONS = ("mean", "sum", "batchmean")
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -212,43 +210,6 @@ def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
-
-
-def model_facts(bare: nn.Module, layers: Sequence[Layer], optimizers: Optimizers, world_size: int) -> Model:
-    """What quantities may know of the model, the optimizers and the ranks."""
-    tracked = {full for layer in layers for full in layer.parameters.values()}
-    shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
-    leaves = {
-        layer.path: isinstance(layer.module, ACTIVATIONS)
-        for layer in layers
-        if not has_children(layer.module) or is_unit(layer.module)
-    }
-    owner: dict[str, str] = {}
-    for layer in layers:
-        for full in layer.parameters.values():
-            owner.setdefault(full, layer.path)
-    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
-    group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
-    parameters = dict(bare.named_parameters())
-    return Model(
-        shapes,
-        leaves,
-        layers={path: [name for name in shapes if owner[name] == path] for path in dict.fromkeys(owner.values())},
-        dtypes={name: "float64" if parameters[name].dtype == torch.float64 else "float32" for name in shapes},
-        every_parameter=list(parameters),
-        parameter_groups={name: group_of[id(parameters[name])] for name in shapes if id(parameters[name]) in group_of},
-        n_parameter_groups=len(groups),
-        optimizers=_held_by(optimizers, {name: parameters[name] for name in shapes})
-        if list(optimizers) != [""]
-        else {},
-        world_size=world_size,
-    )
-
-
-def _held_by(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Names of the tracked parameters that each optimizer holds."""
-    ids = {key: {id(p) for group in each.param_groups for p in group["params"]} for key, each in optimizers.items()}
-    return {key: [name for name, p in parameters.items() if id(p) in own] for key, own in ids.items()}
 
 
 def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:

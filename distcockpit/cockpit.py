@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zarr.abc.store import Store
 
 from distcockpit import state
-from distcockpit.agreed import Setup
+from distcockpit.agreed import Setup, model_facts
 from distcockpit.announcement import announce
 from distcockpit.arguments import (
     Optimizers,
@@ -38,7 +38,6 @@ from distcockpit.arguments import (
     description,
     loss_module,
     memory_in_bytes,
-    model_facts,
     named_optimizers,
     segment,
 )
@@ -218,10 +217,11 @@ class DistCockpit(Joinable):
             budget,
             grad_scaler,
             optimizers,
-            frozenset(name for name, p in bare.named_parameters() if p.requires_grad),
             raise_errors=on_error == "raise",
             n_groups=[len(each.param_groups) for each in optimizers.values()],
             loss_function=function,
+            include=include,
+            exclude=exclude,
         )
         recorder, run = None, None
         hosts = world.share(socket.gethostname())

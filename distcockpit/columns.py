@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ COMPRESSOR: Final = "lz4"
 LEVEL: Final = 5
 
 GROWING = "rank"
-"""The one dimension beside ``step`` whose length may differ between the segments of a run."""
+"""The one dimension without names whose length a resumed run may change."""
 
 
 class Column:
@@ -30,21 +30,65 @@ class Column:
         self.key, self.document, self.fill = key, document, fill
         self.rows = 0
         self._chunk: tuple[int, ...] = tuple(document["chunk_grid"]["configuration"]["chunk_shape"])
-        self._row_shape = tuple(document["shape"][1:])
-        # A chunk is at least 1 long on every axis, an array may be 0.
-        self._grid = [max(1, math.ceil(n / c)) for n, c in zip(self._row_shape, self._chunk[1:], strict=True)]
-        inner = [k * c for k, c in zip(self._grid, self._chunk[1:], strict=True)]
-        self._tail = np.full([self._chunk[0], *inner], fill, dtype=document["data_type"])
-        self._row: tuple[slice, ...] = (slice(None), *(slice(size) for size in self._row_shape))
-        self._may_be_short = [dim == GROWING for dim in document["dimension_names"][1:]]
         self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
         self._full: dict[str, bytes] = {}
         self._dirty = False
+        self._codes: np.ndarray | None = None  # what stands in the array for each value
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._row_shape = self._given = tuple(self.document["shape"][1:])
+        self._spread: tuple[np.ndarray, ...] | None = None  # where a value lies in the row, if it is not all of it
+        # A chunk is at least 1 long on every axis, an array may be 0.
+        self._grid = [max(1, math.ceil(n / c)) for n, c in zip(self._row_shape, self._chunk[1:], strict=True)]
+        inner = [k * c for k, c in zip(self._grid, self._chunk[1:], strict=True)]
+        self._tail = np.full([self._chunk[0], *inner], self.fill, dtype=self.document["data_type"])
+        self._row: tuple[slice, ...] = (slice(None), *(slice(size) for size in self._row_shape))
 
     @property
     def chunk_rows(self) -> int:
         """Rows per chunk."""
         return self._chunk[0]
+
+    # -- rows of changing length ---------------------------------------------------------------------------------------
+
+    def widen(self, lengths: Mapping[str, int]) -> None:
+        """Make room for longer rows; earlier ones hold the fill value there.
+
+        Args:
+            lengths: By dimension; what is longer already stays so.
+        """
+        dims = self.document["dimension_names"][1:]
+        inner = [max(size, lengths.get(dim, 0)) for size, dim in zip(self._row_shape, dims, strict=True)]
+        if inner == list(self._row_shape):
+            return
+        before, tail = set(self._places), self._tail
+        self.document = {**self.document, "shape": [0, *inner]}
+        self._lay_out()
+        empty = self._encoded(0)
+        self._tail[tuple(map(slice, tail.shape))] = tail
+        for at in set(self._places) - before:
+            for index in range(self.rows // self.chunk_rows):
+                self._full[self._key(index, at)] = empty[self._key(0, at)]
+        self._dirty |= self.rows % self.chunk_rows > 0
+
+    def expect(self, places: Sequence[Sequence[int]], codes: Sequence[str] = ()) -> None:
+        """Say what the values of the next rows are.
+
+        Args:
+            places: For each dimension, where a value's elements lie along it.
+            codes: Meanings of 0, 1, ..., if it is a status.
+        """
+        self._given = tuple(map(len, places))
+        is_whole = all(list(at) == list(range(n)) for at, n in zip(places, self._row_shape, strict=True))
+        self._spread = None if is_whole else np.ix_(*places)
+        known = str(self.document.get("attributes", {}).get("flag_meanings", "")).split()
+        self._codes = None
+        if list(codes) != known[: len(codes)]:
+            known += [code for code in codes if code not in known]
+            flags = {"flag_values": list(range(len(known))), "flag_meanings": " ".join(known)}
+            self.document = {**self.document, "attributes": {**self.document["attributes"], **flags}}
+            self._codes = np.array([known.index(code) for code in codes], self._tail.dtype)
 
     def fitting(self, value: Any) -> Any:
         """The value in the type and shape of a row.
@@ -52,18 +96,16 @@ class Column:
         Raises:
             ValueError: If it does not fit.
         """
-        if not self._row_shape and isinstance(value, float | int | np.generic):
+        if not self._row_shape and self._codes is None and isinstance(value, float | int | np.generic):
             return self._tail.dtype.type(value)
-        array = np.asarray(value, self._tail.dtype)
-        if array.shape == self._row_shape:
+        array = np.broadcast_to(np.asarray(value, self._tail.dtype), self._given)
+        if self._codes is not None:
+            array = self._codes[array]
+        if self._spread is None:
             return array
-        if any(self._may_be_short) and array.ndim == len(self._row_shape):  # fewer ranks than in another segment
-            sizes = zip(array.shape, self._row_shape, self._may_be_short, strict=True)
-            if all(size == whole or (short and size < whole) for size, whole, short in sizes):
-                row = np.full(self._row_shape, self.fill, self._tail.dtype)
-                row[tuple(slice(size) for size in array.shape)] = array
-                return row
-        return np.broadcast_to(array, self._row_shape)
+        row = np.full(self._row_shape, self.fill, self._tail.dtype)
+        row[self._spread] = array
+        return row
 
     def append(self, value: Any) -> int:
         """Add a row; says how many bytes of full chunks that added."""
@@ -110,11 +152,12 @@ class Column:
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
-    def adopt(self, found: Mapping[str, Any]) -> Column:
+    def adopt(self, found: Mapping[str, Any], labelled: Collection[str]) -> Column:
         """The column that goes on with an array of a store; it holds no rows until `cut` says how many.
 
         Args:
             found: Metadata of the array.
+            labelled: The dimensions whose elements have names.
 
         Raises:
             ValueError: If this one could not go on with it.
@@ -123,16 +166,11 @@ class Column:
         for name in ("data_type", "codecs", "dimension_names"):
             if found.get(name) != mine[name]:
                 raise ValueError(f"array {self.key!r} has {name} {found.get(name)!r}, this run has {mine[name]!r}")
-        inner = []
         for size, dim, there in zip(mine["shape"][1:], mine["dimension_names"][1:], found["shape"][1:], strict=True):
-            if dim != GROWING and size != there:
+            if dim != GROWING and dim not in labelled and size != there:
                 raise ValueError(f"array {self.key!r} has length {there} along {dim!r}, this run has {size}")
-            inner.append(max(size, there))
-        return Column(
-            self.key,
-            {**mine, "shape": [0, *inner], "chunk_grid": found["chunk_grid"]},
-            self.fill,
-        )
+        kept = {name: found[name] for name in ("chunk_grid", "attributes")}
+        return Column(self.key, {**mine, **kept, "shape": [0, *found["shape"][1:]]}, self.fill)
 
     def last_chunk(self, rows: int) -> list[str]:
         """The keys that hold the last rows of ``rows``, if these do not fill their chunk."""

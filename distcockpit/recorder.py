@@ -14,6 +14,7 @@ from distcockpit.packed import Layout
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.reduce import Pending
+from distcockpit.schema import Group
 from distcockpit.signals import Terminated
 from distcockpit.sinks import Histogram, Sink, numbers_of
 from distcockpit.store import RunStore
@@ -94,6 +95,16 @@ class Recorder:
         def job(store: RunStore) -> bool:
             store.begin(step, limits)
             return False
+
+        self._writer.submit(Job(job, insist=True))
+
+    def change(self, step: int, groups: Mapping[str, Group], facts: Mapping[str, Any], model: Model) -> None:
+        """The model is another one from this step on; see `RunStore.change`."""
+
+        def job(store: RunStore) -> bool:
+            store.change(step, groups, facts)
+            self._model = model
+            return True
 
         self._writer.submit(Job(job, insist=True))
 

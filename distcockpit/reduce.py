@@ -34,7 +34,7 @@ from torch import Tensor
 
 HEADER = (
     *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix"),
-    *("layout", "failed", "riding", "joined"),
+    *("model", "layout", "failed", "riding", "joined"),
 )
 """The numbers of a header record, in float64."""
 
@@ -113,7 +113,11 @@ class Traffic:
 
 
 class RankFailed(RuntimeError):
-    """Another rank could not finish a tracked step, and said so in time."""
+    """This tracked step cannot be finished together, and all ranks know it in time."""
+
+
+class ModelsDiffer(RankFailed):
+    """The models of the ranks did not change alike."""
 
 
 class World:
@@ -266,8 +270,13 @@ class World:
                     f"Rank {rank} could not finish tracked step {int(first['step'])}; its own error says why."
                 )
         for rank, record in present:
+            if record["model"] != first["model"]:
+                raise ModelsDiffer(
+                    f"Rank {rank} tracks other parameters or modules than rank {one} at step {int(first['step'])}. A "
+                    "model must change on all ranks between the same steps."
+                )
             if record["layout"] != first["layout"]:
-                raise RuntimeError(
+                raise RankFailed(
                     f"Rank {rank} tracks other values than rank {one} at step {int(first['step'])}. Schedules must say "
                     "the same on all ranks."
                 )

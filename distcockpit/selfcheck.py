@@ -78,6 +78,8 @@ class SelfCheck:
     _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
     _served: set[str] = field(default_factory=set)
     _count: int = 0  # tracked steps
+    _pause: int = 1  # how many of them go by before what is broken is looked at again
+    _look_again: int = 0
 
     def __post_init__(self) -> None:
         self.unchecked = set(self.tracked)
@@ -92,6 +94,8 @@ class SelfCheck:
         if self.is_thorough:
             self.unchecked = set(self.tracked)
             self._quiet = set()
+        elif self._count == self._look_again:
+            self.unchecked |= self.broken.keys()
         watched = self.unchecked | self._checked_alone
         return {name: p for name, p in self.tracked.items() if name in watched}
 
@@ -123,6 +127,8 @@ class SelfCheck:
         self.unchecked -= {*explained, *found.quiet}
         self._quiet |= set(found.quiet)
         self.broken = {name: since for name, since in self.broken.items() if name not in explained}
+        if not self.broken:
+            self._pause = 1
         self._served |= set(explained)
         uses = [(name, use) for c in captured for use in c.uses for name in use.layer.parameters.values()]
         again = {name for name, use in uses if use.closed is None}
@@ -140,8 +146,9 @@ class SelfCheck:
         return not self._served.isdisjoint(names)
 
     def give_up(self, names: Iterable[str], step: int) -> None:
-        """These are not right any more. Do not look at them before the next thorough step."""
+        """These are not right any more. It takes the longer until they are looked at again, the longer that lasts."""
         self.unchecked -= set(names)
+        self._look_again, self._pause = self._count + self._pause, 2 * self._pause
         self.broken = {**dict.fromkeys(names, step), **self.broken}
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distcockpit.packed import Layout, pack
 from distcockpit.pooling import Side, look
-from distcockpit.quantities.batch import Fact
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Fact, LocalBatch
 from distcockpit.recorder import Result, Stamp
-from distcockpit.reduce import COMPARE, Pending, World, record_of
+from distcockpit.reduce import COMPARE, Pending, RankFailed, World, record_of
 from distcockpit.session import Session
 from distcockpit.update import Start
 
@@ -27,24 +28,19 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
         riding: The user's scalars, by ``step/name``.
 
     Raises:
+        RankFailed: If a rank failed, and no rank has sent anything.
         RuntimeError: If the ranks' sums differ in names or lengths.
     """
     setup, active = session.setup, side.active
     rows = [q for q in active if not active.needs[q.name].displacement]
     key = (tuple(q.name for q in rows), tuple(q.name for q in side.starting), side.update is not None)
     agreed = session.layouts.get(key)
-    try:
-        seen = look(session, side)
-        parts = {f"{q.name}/{k}": v for q in rows for k, v in q.local(seen[q.name], session.memory_of(q)).items()}
-        sums = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=setup.device)
-            for name, value in parts.items()
-            if not isinstance(value, Fact)
-        }
-    except Exception:
-        if agreed is None:  # the others are about to compare
-            setup.world.refuse(record_of(COMPARE, side.step))
-        raise
+    seen, parts = _seen(session, side, rows, agreed)
+    sums = {
+        name: torch.as_tensor(value, dtype=torch.float64, device=setup.device)
+        for name, value in parts.items()
+        if not isinstance(value, Fact)
+    }
     session.layouts[key] = _agreed(setup.world, Layout.of(sums), agreed, side.step)
     sums |= {f"log/{name}": value for name, value in riding.items()}
     facts = {name: v.value for name, v in parts.items() if isinstance(v, Fact) and v.value is not None}
@@ -61,11 +57,43 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
             Pending(pack(facts, setup.device)),
         )
     )
-    if side.starting.wants("update", "displacement") and side.start_values is not None:
+    if side.starting.wants("update", "displacement") and side.start_values is not None and seen:
         losses = next(iter(seen.values())).known_losses
         kept = [micro.batch.what_is_needed() for micro in side.captured] if side.starting.wants("update") else []
         displaced = side.starting.with_need("displacement")
         session.start = Start(stamp, side.start_values, losses, side.present.scale, kept, displaced)
+
+
+def _seen(
+    session: Session, side: Side, rows: Sequence[Quantity], agreed: Layout | None
+) -> tuple[Mapping[str, LocalBatch], dict[str, Tensor | Fact]]:
+    """What each quantity sees, and its sums: of one that fails here, NaN, for the others wait for them.
+
+    Raises:
+        RankFailed: If it is not known yet what its sums look like. The others are told, and send none.
+    """
+
+    def given_up(names: Sequence[str], error: Exception) -> dict[str, Tensor | Fact]:
+        if agreed is None:  # the others are about to compare
+            session.setup.world.refuse(record_of(COMPARE, side.step))
+            raise RankFailed from error
+        why = f"{type(error).__name__}: {error}"
+        session.say_once(f"failed {names}", f"step {side.step}: {', '.join(names)}: NaN, because of an error: {why}")
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=session.setup.device)
+        return {name: unknown.expand(shape) for name, shape in agreed.parts if name.partition("/")[0] in names}
+
+    try:
+        seen = look(session, side)
+    except Exception as error:
+        return {}, given_up([q.name for q in rows], error)
+    parts: dict[str, Tensor | Fact] = {}
+    for q in rows:
+        try:
+            own = {f"{q.name}/{k}": v for k, v in q.local(seen[q.name], session.memory_of(q)).items()}
+        except Exception as error:
+            own = given_up([q.name], error)
+        parts |= own
+    return seen, parts
 
 
 def _agreed(world: World, mine: Layout, known: Layout | None, step: int) -> Layout:

@@ -20,12 +20,11 @@ from distcockpit.clock import Clock
 from distcockpit.cover import Cover
 from distcockpit.coverage import Coverage, coverage
 from distcockpit.curvature import Diagonals
-from distcockpit.gradients.uses import CALLS
 from distcockpit.packed import Layout, pack
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.recorder import Recorder, Result, Stamp
-from distcockpit.reduce import CLOSE, TRACK, Pending, Record, record_of
+from distcockpit.reduce import CLOSE, TRACK, ModelsDiffer, Pending, Record, digest, record_of
 from distcockpit.selfcheck import SelfCheck
 from distcockpit.update import Start, interrupted_update
 from distcockpit.userlog import UserLog
@@ -68,6 +67,9 @@ class Session:
     _first_tracked: int | None = None
     _pid: int = field(default_factory=os.getpid)
     _closed: bool = False
+    _part_began: int = 0  # the step at which this part of the run did
+    _begins_again: bool = False  # whether ranks must begin another one together
+    _cut: Stamp | None = None  # of an update in which the model changed
     _said: set[str] = field(default_factory=set)
     _notices: list[dict[str, Any]] = field(default_factory=list)  # what was said, and at which step
     _logs_handed_on: float = 0.0
@@ -159,54 +161,45 @@ class Session:
                 for name, size in seen.items():
                     agreed[name] = size if agreed.get(name, size) == size else 0
 
-    def check_trainable(self, step: int) -> None:
-        """Whether modules and trainable parameters are those of the construction, in as many parameter groups.
+    def look_at_model(self, step: int) -> None:
+        """Where the model is not the one that is tracked any more, another part of the run begins.
 
         Raises:
-            RuntimeError: If not.
+            ValueError: If it cannot be tracked as it is now.
         """
-        every, known = dict(self.setup.bare.named_parameters()), self.setup.every
-        if any(
-            p is not known.get(name) for name, p in every.items()
-        ):  # other objects, from load_state_dict(assign=True)
+        every = dict(self.setup.bare.named_parameters())
+        if self._begins_again or not self.setup.is_as_it_was():
+            self._begin_part(step, self.setup.as_it_is())
+        elif any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
             self.check.tracked = dict(self.setup.tracked)
-        modules = dict(self.setup.bare.named_modules())
-        if moved := [
-            layer.path
-            for layer in self.cover.layers
-            if layer.path != CALLS and modules.get(layer.path) is not layer.module
-        ]:
-            raise RuntimeError(
-                f"track(step={step}): module '{moved[0]}' was exchanged for another one after DistCockpit was "
-                "constructed. Construct a new one, with a new store, when they change."
-            )
-        trainable = {name for name, p in every.items() if p.requires_grad}
-        if frozen := self.setup.trainable - trainable:
-            raise RuntimeError(
-                f"track(step={step}): parameter '{min(frozen)}' was frozen (requires_grad) after DistCockpit was "
-                "constructed. Construct a new one, with a new store, when they change."
-            )
-        if unfrozen := trainable - self.setup.trainable:
-            self.say_once(
-                "unfrozen",
-                f"step {step}: {len(unfrozen)} parameters, '{min(unfrozen)}' the first, are trained that were not "
-                "when DistCockpit was constructed. They are left out; construct a new one, with a new store, to "
-                "track them.",
-            )
-        for optimizer, before in zip(self.setup.optimizers.values(), self.setup.n_groups, strict=True):
-            now = len(optimizer.param_groups)
-            if now < before:
-                raise RuntimeError(
-                    f"track(step={step}): the optimizer has {now} parameter groups, but had {before} when DistCockpit "
-                    "was constructed. Construct a new one, with a new store, when they change."
-                )
-            if now > before:
-                self.say_once(
-                    "groups",
-                    f"step {step}: the optimizer has {now} parameter groups, but had {before} when DistCockpit was "
-                    "constructed; the new ones have no learning rates in the store.",
-                )
+
+    @property
+    def part(self) -> int:
+        """A number that tells whether ranks are in the same part of the run."""
+        return digest(self.setup.facts, self._part_began)
+
+    def _begin_part(self, step: int, setup: Setup) -> None:
+        self._part_began, self._begins_again = step, False
+        cover = Cover(setup.bare, setup.layers)
+        groups = {q.name: q.described_group(setup.facts) for q in setup.quantities} if self.recorder is not None else {}
+        before, self.setup, self.cover = self.setup, setup, cover
+        self.axes, self.diagonals = BatchAxes(setup.batch_dim), Diagonals(setup.bare, setup.loss_fn)
+        self.check = SelfCheck(dict(setup.tracked), last_checked=self.check.last_checked)
+        self.start, self.sizes, self.layouts, self._memory, self._unread = None, {}, {}, {}, {}
+        if self.initial:  # a parameter's distance is from where it was when it came
+            known = {name: value for name, value in self.initial.items() if setup.every.get(name) is before.every[name]}
+            self.initial = {name: known.get(name, p.detach().clone()) for name, p in setup.tracked.items()}
+        change = before.change_to(setup)
+        if self.recorder is not None:
+            parameters = {name: list(shape) for name, shape in setup.facts.shapes.items()}
+            facts = {"parameters": parameters, "change": change, "started": time.time()}
+            self.recorder.change(step, groups, facts, setup.facts)
+        self.say_once(
+            f"changed: {change}",
+            f"step {step}: the model is not the one that was tracked before: {change}. Another part of the run begins: "
+            "what compares with earlier steps begins anew, and what the model does not have now is NaN.",
+        )
 
     def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
         """Let parents serve the parameters that their modules do not.
@@ -219,13 +212,13 @@ class Session:
         self.cover = cover
         self.check.failed(unserved)
 
-    def warn_that_rows_are_wrong(self, parameters: Sequence[str], error: Exception) -> None:
+    def tell_that_gradients_are_unknown(self, parameters: Sequence[str], error: Exception) -> None:
         """What was exact at earlier steps is not any more. That is no reason to end the run."""
-        right = self.check.last_checked
         self.say_once(
             "wrong",
-            f"step {self.last_step}: individual gradients were right at step {right} and are not any more; "
-            f"rows in between, and from now on, may be wrong: {error}",
+            f"step {self.last_step}: individual gradients were right at step {self.check.last_checked} and are not any "
+            "more. What follows from them is NaN until they are; rows in between may be wrong, those of loops that "
+            f"changed in between: {error}",
         )
         self.check.give_up(parameters, self.last_step)
         self.tell_coverage()
@@ -294,6 +287,7 @@ class Session:
             error: What is in the way.
         """
         self.start = None
+        self._begins_again |= isinstance(error, ModelsDiffer)
         why, topic = f"{type(error).__name__}: {error}", f"skipped {type(error).__name__}"
         self.say_once(
             topic,
@@ -326,6 +320,10 @@ class Session:
             The start, or ``None`` if there is none or steps lie in between.
         """
         start, self.start = self.start, None
+        self._cut = None
+        if start is not None and not self.setup.is_as_it_was():
+            self._cut = start.stamp
+            return None
         if start is None or start.stamp.step == step - 1:
             if start is not None:
                 self._record_displacement(start, now=now)
@@ -354,9 +352,9 @@ class Session:
         if start is not None:
             parts = self.setup.facts.parts_of_updates
             return start.project(tracked, parts, scale, self.setup.block_elements), start.stamp
-        if self._goes_on and step == self._first_tracked:
-            parts = self.setup.facts.parts_of_updates
-            return interrupted_update(tracked, len(parts)), Stamp(step - 1, None, time.time(), 0)
+        stamp = Stamp(step - 1, None, time.time(), 0) if self._goes_on and step == self._first_tracked else self._cut
+        if stamp is not None and stamp.step == step - 1:
+            return interrupted_update(tracked, len(self.setup.facts.parts_of_updates)), stamp
         return None, None
 
     def keeps_values(self, starting: Active) -> bool:

@@ -110,7 +110,7 @@ def _answer(session: Session) -> bool:
         active,
         starting,
         update,
-        _no_curvature(session, active),
+        no_curvature(session, active),
         told.present,
         told.present.every if session.keeps_values(starting) else None,
         lambda: session.clock.times_elsewhere(world.traffic()),
@@ -159,7 +159,8 @@ def share_present(session: Session, records: Sequence[Record], present: Present 
     return Told(present, epoch, session.riding(records))
 
 
-def _no_curvature(session: Session, active: Active) -> LocalCurvature:
+def no_curvature(session: Session, active: Active) -> LocalCurvature:
+    """That of no samples."""
     setup = session.setup
     return LocalCurvature(
         {kind: session.diagonals.of(kind, [], []) for kind in active.each("curvature")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from distcockpit.active import Active
 from distcockpit.again import differentiated_again, mixed_up_rows
+from distcockpit.agreed import Setup
 from distcockpit.capture import Capture, undisturbed
 from distcockpit.captured import Captured, Loss, check_uses
 from distcockpit.eager import eagerly
@@ -26,7 +28,7 @@ from distcockpit.reduce import TRACK, RankFailed, digest, record_of
 from distcockpit.selfcheck import check_outputs_tell_all, examine, norm_of
 from distcockpit.sending import send
 from distcockpit.session import Session
-from distcockpit.shadow import Told, share_present
+from distcockpit.shadow import Told, no_curvature, share_present
 from distcockpit.update import Start
 
 
@@ -62,7 +64,7 @@ class TrackedStep:
         if self._maybe_session is not None and self._maybe_session.evaluates_again(self._step):
             self._maybe_session = None
         if self._maybe_session is not None:
-            self._session, self._setup = self._maybe_session, self._maybe_session.setup
+            self._session = self._maybe_session
             self._previous = self._session.last_step
             self._settled = self._session.check.last_checked >= 0  # whether an earlier step was right
             self._session.begin(self, self._step)
@@ -78,6 +80,10 @@ class TrackedStep:
                 self._capture, self._fault = None, error
             self._session.clock.begin()
         return self
+
+    @property
+    def _setup(self) -> Setup:
+        return self._session.setup
 
     def _leave(self) -> None:
         self._eager.close()
@@ -119,16 +125,17 @@ class TrackedStep:
     # -- before the forward pass ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        session, setup = self._session, self._setup
+        session = self._session
         self._active = session.actives.touched(self._step)
         self._start = start = session.finish_update(self._step)
         self._must_tell = session.must_tell(self._step)
         if not self._active:
             return
+        session.look_at_model(self._step)
+        setup = session.setup
         setup.world.leave_word(f"in tracked step {self._step}")
         self._eager.enter_context(eagerly())
         watched = session.check.begin()
-        session.check_trainable(self._step)
         self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if self._mixing and not self._settled:
             self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
@@ -229,6 +236,8 @@ class TrackedStep:
         )
         try:
             send(session, side, Stamp(self._step, self._epoch, time.time(), pool.n), start_stamp, told.riding)
+        except RankFailed as error:
+            raise _NotTracked from error.__cause__ or error
         except BaseException:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
             session.broken = True
@@ -268,6 +277,7 @@ class TrackedStep:
             TRACK,
             self._step,
             batch_size=batch_size,
+            model=session.part,
             layout=layout,
             riding=session.userlog.riding_digest,
             **numbers,
@@ -349,7 +359,7 @@ class TrackedStep:
         live = seen
         if constant:
             captured, seen = self._again(captured, constant)
-        as_it_was, cover, blocks = captured, session.cover, setup.block_elements
+        cover, blocks = session.cover, setup.block_elements
         if session.check.is_thorough:
             session.check.whole = norm_of(live)
         while names := session.check.due(captured):
@@ -369,12 +379,15 @@ class TrackedStep:
                 if not session.check.was_all_right(names):
                     raise
                 session.cover = cover
-                session.warn_that_rows_are_wrong(names, error)
-                return as_it_was
+                session.tell_that_gradients_are_unknown(names, error)
+                break
             if not constant:
                 again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
             captured = again
             seen = seen_again if constant else {**seen_again, **seen}
+        if session.check.broken:
+            for micro in captured:
+                micro.without_gradients(setup.tracked, has_losses=True)
         return captured
 
     def _mixed_up(
@@ -424,13 +437,29 @@ class TrackedStep:
             self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
-        """Each diagonal and each estimate that is asked for."""
+        """Each diagonal and each estimate that is asked for; NaN where it could be had at an earlier step alone.
+
+        Raises:
+            Exception: If it cannot be had at the first tracked step.
+        """
         setup = self._setup
         diagonals, traces = {}, {}
-        for kind in self._active.each("curvature"):
-            seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
-            diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
-        for estimate in self._active.each("trace"):
-            seed = digest(estimate.seed, self._step)
-            traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+        try:
+            for kind in self._active.each("curvature"):
+                seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
+                diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
+            for estimate in self._active.each("trace"):
+                seed = digest(estimate.seed, self._step)
+                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+        except Exception as error:
+            if not self._settled:
+                raise
+            names = [q.name for q in self._active if q.needs.curvature or q.needs.trace]
+            self._session.say_once(
+                "curvature",
+                f"step {self._step}: {', '.join(names)}: NaN, because of an error: {type(error).__name__}: {error}",
+            )
+            nothing = no_curvature(self._session, self._active)
+            diagonals = {kind: {n: h + math.nan for n, h in hs.items()} for kind, hs in nothing.diagonals.items()}
+            traces = {kind: forms + math.nan for kind, forms in nothing.traces.items()}
         return LocalCurvature(diagonals, traces)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import zarr
 from zarr.codecs import BloscCodec
+from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 from distcockpit.columns import COMPRESSOR, LEVEL, Column
@@ -92,7 +93,9 @@ class RunStore:
             "writer": self._lock.writer.token,
         }
         self._columns: dict[str, dict[str, Column]] = {}
-        self._labels: dict[str, dict[str, Any]] = {}
+        self._labels: dict[str, dict[str, Any]] = {}  # documents of the names along dimensions
+        self._names: dict[str, dict[str, list[str]]] = {}  # these names
+        self._groups: dict[str, Group] = {}  # what the next rows look like
         self._group_attributes: dict[str, dict[str, Any]] = {}
         self._first: dict[str, bytes] = {}
         self._last_step = -1
@@ -182,7 +185,9 @@ class RunStore:
                 f"store={self.name!r}, mode='a': has format version {root['format_version']}, this distcockpit writes "
                 f"{FORMAT_VERSION}. Choose another path."
             )
-        there, here = _identity(root), _identity(self._attributes)
+        every, here = root["parameters"], _identity(self._attributes)
+        parts = [_identity({**root, "parameters": part.get("parameters", every)}) for part in root["segments"]]
+        there = here if here in parts else parts[0]
         for name in dict.fromkeys([*there, *here]):
             if there.get(name) != here.get(name):
                 raise ValueError(
@@ -192,22 +197,30 @@ class RunStore:
         data = self._keys.get_one(ROOT) or b""
         self._written[ROOT] = data
         metadata = json.loads(data)["consolidated_metadata"]["metadata"]
-        for path in metadata:
+        for path, document in metadata.items():  # the user's scalars, and what only an earlier part of the run has
             group, _, name = path.partition("/")
-            if group == "log" and name and name not in self._columns["log"]:
-                self._add_column("log", name, Field((), name), Group({}))
+            if name and name not in self._columns.get(group, {name}) and document["dimension_names"][0] == "step":
+                is_float = np.dtype(document["data_type"]).kind == "f"
+                self._columns[group][name] = Column(path, document, np.nan if is_float else 0)
+        self._first.clear()
         try:
             for group, columns in self._columns.items():
+                for dim in self._names[group]:
+                    self._labels[group][dim] = document = metadata[f"{group}/{dim}"]
+                    self._names[group][dim] = self._read_labels(f"{group}/{dim}", document)
                 for name, column in columns.items():
-                    columns[name] = column.adopt(metadata[f"{group}/{name}"])
+                    columns[name] = column.adopt(metadata[f"{group}/{name}"], self._names[group])
                 step, rows = columns["step"], metadata[f"{group}/step"]["shape"][0]
                 self._found[group] = step.read(rows, self._keys.get(step.all_chunks(rows)))
         except KeyError as error:
             raise ValueError(f"{different} it holds no array {error}. Choose another path.") from error
         except ValueError as error:
             raise ValueError(f"{different} {error}. Choose another path.") from error
-        kept = ("generation", "commit", "committed_step", "dropped_rows")
-        segments = [*root["segments"], *self._attributes["segments"]]
+        kept = ("generation", "commit", "committed_step", "dropped_rows", "parameters")
+        (segment,) = self._attributes["segments"]
+        if "parameters" in root["segments"][0]:
+            segment = {**segment, "parameters": self._attributes["parameters"]}
+        segments = [*root["segments"], segment]
         self._attributes |= {name: root[name] for name in kept} | {"segments": segments}
 
     def begin(self, step: int, limits: Mapping[str, int]) -> None:
@@ -234,8 +247,26 @@ class RunStore:
             self._attributes |= {"segments": segments}
             if any(rows[group] < len(steps) for group, steps in self._found.items()):
                 self._shrink()
+            self._arrange()
             self._found, self._has_begun = {}, True
         self._attributes |= {"segments": segments}
+
+    def change(self, step: int, groups: Mapping[str, Group], facts: Mapping[str, Any]) -> None:
+        """Another part of the run begins, whose rows may have other parameters and layers.
+
+        Args:
+            step: The first step of the part.
+            groups: The groups of the quantities from now on.
+            facts: What the attribute ``segments`` says of the part.
+        """
+        every = self._attributes["parameters"]
+        *earlier, segment = ({"parameters": every, **part} for part in self._attributes["segments"])
+        part = {**segment, **facts, "first_step": step, "last_step": step - 1}
+        segments = [*earlier, {**segment, "last_step": min(self._last_step, step - 1)}, part]
+        every = {**facts["parameters"], **every}
+        self._attributes = {**self._attributes, "segments": segments, "parameters": every}
+        self._groups |= groups
+        self._arrange()
 
     def _shrink(self) -> None:
         documents = self._documents()
@@ -263,7 +294,8 @@ class RunStore:
     # -- schema --------------------------------------------------------------------------------------------------------
 
     def _add_group(self, name: str, group: Group) -> None:
-        self._columns[name], self._labels[name] = {}, {}
+        self._columns[name], self._labels[name], self._names[name] = {}, {}, {}
+        self._groups[name] = group
         self._group_attributes[name] = dict(group.attributes)
         self._add_column(name, "step", STEP, group)
         for coordinate in coordinates_of(name):
@@ -287,14 +319,48 @@ class RunStore:
         return column
 
     def _add_labels(self, group_name: str, dim: str, labels: list[str]) -> None:
+        before = self._labels[group_name].get(dim)
+        chunk = before["chunk_grid"]["configuration"]["chunk_shape"] if before else [max(1, len(labels))]
+
         def create(root: zarr.Group) -> None:
             blosc = BloscCodec(cname=COMPRESSOR, clevel=LEVEL, shuffle="noshuffle", typesize=1)
-            array = root.create_array(dim, shape=(len(labels),), dtype=str, dimension_names=(dim,), compressors=blosc)
+            options: dict[str, Any] = {"dimension_names": (dim,), "compressors": blosc, "chunks": tuple(chunk)}
+            array = root.create_array(dim, shape=(len(labels),), dtype=str, **options)
             array[:] = np.array(labels, dtype=object)
 
         documents = _made_by_zarr(create)
+        self._names[group_name][dim] = labels
         self._labels[group_name][dim] = json.loads(documents.pop(f"{dim}/zarr.json"))
         self._first.update({f"{group_name}/{k}": v for k, v in documents.items() if not k.endswith("zarr.json")})
+
+    def _read_labels(self, path: str, document: Mapping[str, Any]) -> list[str]:
+        """The names along a dimension of a run that is there."""
+        (size,), (chunk,) = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        found = self._keys.get([f"{path}/c/{index}" for index in range(-(-size // chunk))])
+        make = default_buffer_prototype().buffer.from_bytes
+        data = {key: make(each) for key, each in {**found, f"{path}/{ROOT}": json.dumps(document).encode()}.items()}
+        return [str(name) for name in np.asarray(zarr.open_array(MemoryStore(data), path=path, mode="r")[:])]
+
+    def _arrange(self) -> None:
+        """Let each array have room for what the next rows hold, and know where it lies."""
+        for name, group in self._groups.items():
+            columns, places = self._columns[name], {}
+            for dim, size in group.sizes.items():
+                if isinstance(size, int):
+                    places[dim] = list(range(size))
+                    continue
+                names = list(dict.fromkeys([*self._names[name].get(dim, ()), *size]))
+                if names != self._names[name].get(dim):
+                    self._add_labels(name, dim, names)
+                places[dim] = [names.index(each) for each in size]
+            for field_name in group.fields.keys() - columns.keys():
+                self._add_column(name, field_name, group.fields[field_name], group).skip(columns["step"].rows)
+            lengths = {dim: len(places[dim]) for dim in group.sizes} | {d: len(n) for d, n in self._names[name].items()}
+            for field_name, column in columns.items():
+                column.widen(lengths)
+                if field_name in group.fields:
+                    field = group.fields[field_name]
+                    column.expect([places[dim] for dim in field.dims], field.codes)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -318,7 +384,7 @@ class RunStore:
             for name in [name for name in row if name not in columns]:
                 column = self._add_column("log", name, Field((), name), Group({}))
                 column.skip(columns["step"].rows)
-        elif missing := (columns.keys() - {"step", *COORDINATES}) ^ row.keys():
+        elif missing := self._groups[group].fields.keys() ^ row.keys():
             raise ValueError(
                 f"Row of {group!r} at step {step}: {sorted(missing)} stand in the row or in the group's fields, but "
                 "not in both. finalize() must give every field that group() declares, and no other."
