@@ -29,7 +29,6 @@ from distcockpit.captured import (
     Loss,
     LossCall,
     Micro,
-    comes_from,
     received,
 )
 from distcockpit.gradients.forms import closed_form
@@ -263,13 +262,14 @@ class Capture:
         random_state, states = RandomState.take(self._device), ModuleStates.take(module)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         micro = self.micros[-1] if self.micros else None
-        continues = micro is not None and comes_from((args, kwargs), micro.passes)
+        batch_size = self._infer_batch_size(args, kwargs)
+        # Its samples are those of the pass before, as where a sequence is cut into windows and the state is handed on.
+        continues = self._loop.is_of_samples(tensors((args, kwargs)), batch_size)
         if micro is None or not continues and (micro.losses or any(p.went_backward for p in micro.passes)):
             micro = Micro()
             self.micros.append(micro)
         micro.is_one_batch |= continues
         self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
-        batch_size = self._infer_batch_size(args, kwargs)
         # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
         self._batch = tensors((args, kwargs))
         self._own = OwnCopies(self._batch if self._copies else ())
@@ -383,6 +383,7 @@ class Capture:
         if call.before is not None and call.before.is_open:
             self._pass, self._own = call.before, call.own
         self.objective.mark(output, forward)
+        self._loop.follow(tensors(output))
         for position, tensor in enumerate(tensors(output)):
             if tensor.requires_grad:
                 source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
@@ -394,6 +395,7 @@ class Capture:
         """DDP may hand on copies of what the model returned, which the loss is then computed from."""
         forward = self._pass
         if not self._looks_away and forward is not None and not forward.is_open and torch.is_grad_enabled():
+            self._loop.follow(tensors(output))
             if shapes_of(output) == shapes_of(forward.output):
                 forward.output = output
 

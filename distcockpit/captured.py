@@ -53,21 +53,6 @@ class ForwardPass:
         return bool(self.output_gradients) or any(use.output_gradients for use in self.uses)
 
 
-def comes_from(given: Any, passes: Sequence[ForwardPass]) -> bool:
-    """Whether what a pass is given was computed from what an earlier one returned."""
-    ours = {t.grad_fn for forward in passes for t in tensors(forward.output)} - {None}
-    nodes = [t.grad_fn for t in tensors(given) if t.grad_fn is not None]
-    seen = set(nodes)
-    while ours and nodes:
-        node = nodes.pop()
-        if node in ours:
-            return True
-        new = {upstream for upstream, _ in node.next_functions if upstream is not None} - seen
-        seen |= new
-        nodes += new
-    return False
-
-
 def scalar_output(output: Any) -> Tensor | None:
     """The loss that a model returns: its one output without axes, if there is one."""
     scalars = [t for t in tensors(output) if t.dim() == 0 and t.requires_grad]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distcockpit.gradients.functions import ASKED, Mode, OnCall, transforms
 from distcockpit.reduce import Pending
+from distcockpit.trees import tensors
 
 MULTIPLYING = (Tensor.mul, torch.mul)
 SCALER = inspect.getsourcefile(torch.amp.GradScaler)
@@ -34,6 +36,17 @@ class LoopWatch(Mode):
         super().__init__()
         self._on_call, self._on_backward = on_call, on_backward
         self.scale: Pending | None = None  # what `torch.amp.GradScaler.scale` multiplied by
+        self._of_samples: Any = WeakTensorKeyDictionary()  # what follows from outputs of the model, detached or not
+
+    def follow(self, outputs: Iterable[Tensor]) -> None:
+        """The model returned these, or what they are made of."""
+        for tensor in outputs:
+            if tensor.dim():
+                self._of_samples[tensor] = True
+
+    def is_of_samples(self, given: Iterable[Tensor], batch_size: int) -> bool:
+        """Whether some of these, as long as the batch, follow from what the model returned."""
+        return any(batch_size in tensor.shape and tensor in self._of_samples for tensor in given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,6 +56,8 @@ class LoopWatch(Mode):
             with self._on_backward(func, args, kwargs):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        if self._of_samples and any(tensor in self._of_samples for tensor in tensors((args, kwargs))):
+            self.follow(tensors(result))
         if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:
             self.scale = Pending(args[1].detach().double().reshape(1).clone())
         elif torch.is_grad_enabled() and (not isinstance(result, Tensor) or result.grad_fn is not None):

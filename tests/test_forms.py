@@ -157,7 +157,8 @@ def test_individual_gradients(tmp_path: Path, name: str) -> None:
         routes = {row.parameter: row.route for row in c.coverage()}
     run = open_run(tmp_path / "run")
     alone = along(Model(*(FORMS | AGAIN)[name]), tmp_path / "alone")
-    np.testing.assert_allclose(run["alpha"]["slope_end"], alone, rtol=1e-4)
+    # One of the slopes may be nearly zero, and then is what rounding leaves of terms of the other's size.
+    np.testing.assert_allclose(run["alpha"]["slope_end"], alone, rtol=1e-4, atol=1e-6 * np.abs(alone).max())
     found = np.stack([run["mean_gsnr"]["mean_gsnr"], run["norm_test"]["norm_test"]], 1)
     np.testing.assert_allclose(found, expected, rtol=2e-4)
     assert (run["alpha"]["status"] <= 1).all()

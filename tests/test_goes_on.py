@@ -1,0 +1,186 @@
+"""After a right step nothing that goes wrong on a rank ends the run: rows are NaN or missing, and a notice says why."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.gradients.statistics import Statistic
+from distcockpit.quantities import HessTrace, NormTest, Quantity
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.schema import Field, Group, Row
+
+FAILS_AT, STEPS = 3, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheUser(Quantity):
+    """The norm of this step's gradient, with a fault in a method on one rank."""
+
+    where: str = ""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(mean_gradient=True)
+
+    def group(self, model: Model) -> Group:
+        return Group({self.name: Field()})
+
+    def fail(self, where: str, step: int, rank: int) -> None:
+        if where == self.where and step == FAILS_AT and rank == broken_rank:
+            raise KeyError("no such key")
+
+    def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
+        self.fail("statistics", step, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        return {}
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> dict[str, Any]:
+        self.fail("local", batch.step, batch.rank)
+        return {"n": batch.vector([batch.local_n])}
+
+    def finalize(self, totals: Mapping[str, np.ndarray], n: int) -> Row:
+        return {self.name: totals["n"][0]}
+
+
+broken_rank = -1
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    return torch.sin(torch.arange(60.0) * (1 + 0.1 * step)).view(12, 5), torch.arange(12) % 3
+
+
+def norm(net: nn.Module) -> float:
+    return float(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)) ** 0.5
+
+
+def with_a_fault(rank: int, size: int, group: Any, store: str, where: str, broken: int) -> list[float]:
+    global broken_rank
+    broken_rank = broken
+    net, norms = mlp(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    chosen = ["economy", OfTheUser(where=where)]
+    options: dict[str, Any] = {"quantities": chosen, "schedule": every(1), "process_group": group}
+    with DistCockpit(net, optimizer=optimizer, store=store, **options) as cockpit:
+        for step in range(STEPS):
+            x, y = data(step)
+            mine = slice(12 * rank // size, 12 * (rank + 1) // size)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                F.cross_entropy(cockpit(x[mine]), y[mine]).backward()
+            norms.append(norm(net))
+    return norms
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("where", ["local", "statistics"])
+def test_a_quantity_of_the_user_fails(ranks: Ranks, tmp_path: Path, size: int, where: str) -> None:
+    where_to = str(tmp_path / "run"), where, size - 1
+    said = [with_a_fault(0, 1, None, *where_to)] if size == 1 else ranks.run(size, with_a_fault, *where_to)
+    assert [len(norms) for norms in said] == [STEPS] * size
+    run, expected = open_run(tmp_path / "run"), []
+    net = mlp()
+    for step in range(STEPS):
+        x, y = data(step)
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        expected.append(norm(net))
+    own, stored = run["of_the_user"]["of_the_user"], run["grad_norm"]["total"]
+    assert own.sel(step=FAILS_AT).isnull() and (own.dropna("step") == 12).all()
+    lost = {FAILS_AT} if where == "statistics" else set()
+    there = [step for step in stored["step"].values if step not in lost]
+    assert stored.sel(step=FAILS_AT).isnull() == bool(lost) and len(there) >= STEPS - 2
+    np.testing.assert_allclose(stored.sel(step=there), [expected[step] for step in there], rtol=1e-5)
+    assert run.attrs["state"] == "closed"
+    if size == 1:  # else it is rank 0's store, and another rank's notice
+        (notice,) = run.attrs["notices"]
+        assert notice["step"] == FAILS_AT and "KeyError: 'no such key'" in notice["text"]
+
+
+class Noisy(torch.autograd.Function):
+    """Its backward pass is another one each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0) * random.uniform(1, 2)
+
+
+class Gate(nn.Module):
+    """Scales what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.is_noisy = nn.Parameter(torch.ones(7)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noisy.apply(x, self.weight) if self.is_noisy else x * self.weight
+
+
+def test_gradients_that_cannot_be_explained_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps 0, 1, 3, 7 check themselves; what is found there is looked at again after 1, 2, 4, ... further ones."""
+    torch.manual_seed(0)
+    net, norms = nn.Sequential(nn.Linear(5, 7), Gate(), nn.Tanh(), nn.Linear(7, 3)), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(STEPS):
+            net[1].is_noisy = step in (3, 4, 5)
+            x, y = data(step)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                F.cross_entropy(cockpit(x), y).backward()
+            norms.append(norm(net))
+            optimizer.step()
+    run = open_run(tmp_path / "run")
+    unknown = [3, 4, 5]
+    known = [step for step in range(STEPS) if step not in unknown]
+    stored = run["grad_norm"]["total"]
+    np.testing.assert_allclose(stored.sel(step=known), [norms[step] for step in known], rtol=1e-5)
+    assert stored.sel(step=unknown).isnull().all() and not run["loss"]["loss"].isnull().any()
+    assert run["norm_test"]["norm_test"].sel(step=unknown).isnull().all()
+    (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "wrong"]
+    assert notice["step"] == 3 and "right at step 1 and are not any more" in notice["text"]
+
+
+class Unknown(nn.Module):
+    """No module that diagonals of the curvature could be taken of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * torch.ones(7).sum() / 7
+
+
+def test_curvature_that_cannot_be_had_any_more(tmp_path: Path) -> None:
+    net, loss_fn = mlp(), nn.CrossEntropyLoss()
+    chosen = [HessTrace(curvature="diag_ggn_exact"), NormTest()]
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(5):
+            if step == FAILS_AT:
+                net[1] = Unknown()
+            x, y = data(step)
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+    run = open_run(tmp_path / "run")
+    assert run["hess_trace"]["trace"].isnull().all("parameter").values.tolist() == [False] * 3 + [True] * 2
+    assert not run["norm_test"]["norm_test"].isnull().any()
+    (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "curvature"]
+    assert notice["step"] == FAILS_AT and "hess_trace: NaN" in notice["text"]
