@@ -143,7 +143,7 @@ def chosen_quantities(
     chosen = [q.with_schedule(schedule) for q in chosen]
     if optimizers and "learning_rate" not in names:
         schedules = tuple(dict.fromkeys(q.schedule for q in chosen if q.schedule is not None))
-        chosen.append(LearningRate(schedule=schedules[0] if len(schedules) == 1 else AnyOf(schedules)))
+        chosen.append(LearningRate(required=False, schedule=schedules[0] if len(schedules) == 1 else AnyOf(schedules)))
     return chosen
 
 

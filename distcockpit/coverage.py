@@ -120,5 +120,5 @@ def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck) -> Route:
     else:
         route = WHOLE
     if name in check.broken:
-        why = f"not exact any more, as was seen at step {check.broken[name]}"
+        why = f"not exact, as was seen at step {check.broken[name]}"
     return Route(name, shape, route, tuple(map(label, scopes)), name not in check.not_checked, why)

@@ -35,15 +35,9 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
     rows = [q for q in active if not active.needs[q.name].displacement]
     key = (tuple(q.name for q in rows), tuple(q.name for q in side.starting), side.update is not None)
     agreed = session.layouts.get(key)
-    seen, parts = _seen(session, side, rows, agreed)
-    sums = {
-        name: torch.as_tensor(value, dtype=torch.float64, device=setup.device)
-        for name, value in parts.items()
-        if not isinstance(value, Fact)
-    }
-    session.layouts[key] = _agreed(setup.world, Layout.of(sums), agreed, side.step)
+    seen, sums, facts = _seen(session, side, rows, agreed)
+    session.layouts[key] = agreed or _agreed(setup.world, Layout.of(sums), side.step)
     sums |= {f"log/{name}": value for name, value in riding.items()}
-    facts = {name: v.value for name, v in parts.items() if isinstance(v, Fact) and v.value is not None}
     stamps = dict.fromkeys(active.needs, stamp)
     if start_stamp is not None:
         stamps |= {q.name: start_stamp for q in active.with_need("update")}
@@ -66,44 +60,70 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
 
 def _seen(
     session: Session, side: Side, rows: Sequence[Quantity], agreed: Layout | None
-) -> tuple[Mapping[str, LocalBatch], dict[str, Tensor | Fact]]:
-    """What each quantity sees, and its sums: of one that fails here, NaN, for the others wait for them.
+) -> tuple[Mapping[str, LocalBatch], dict[str, Tensor], dict[str, Tensor]]:
+    """What each quantity sees, its sums and its facts: of one that fails here, NaN, for the others wait for them.
 
     Raises:
         RankFailed: If it is not known yet what its sums look like. The others are told, and send none.
     """
+    device = session.setup.device
+    sums: dict[str, Tensor] = {}
+    facts: dict[str, Tensor] = {}
 
-    def given_up(names: Sequence[str], error: Exception) -> dict[str, Tensor | Fact]:
+    def give_up(names: Sequence[str], error: Exception) -> None:
         if agreed is None:  # the others are about to compare
             session.setup.world.refuse(record_of(COMPARE, side.step))
             raise RankFailed from error
         why = f"{type(error).__name__}: {error}"
         session.say_once(f"failed {names}", f"step {side.step}: {', '.join(names)}: NaN, because of an error: {why}")
-        unknown = torch.full((), torch.nan, dtype=torch.float64, device=session.setup.device)
-        return {name: unknown.expand(shape) for name, shape in agreed.parts if name.partition("/")[0] in names}
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        sums.update({name: unknown.expand(shape) for name, shape in agreed.parts if _owner(name) in names})
 
     try:
         seen = look(session, side)
     except Exception as error:
-        return {}, given_up([q.name for q in rows], error)
-    parts: dict[str, Tensor | Fact] = {}
+        give_up([q.name for q in rows], error)
+        return {}, sums, facts
     for q in rows:
         try:
-            own = {f"{q.name}/{k}": v for k, v in q.local(seen[q.name], session.memory_of(q)).items()}
+            parts = {f"{q.name}/{k}": v for k, v in q.local(seen[q.name], session.memory_of(q)).items()}
+            own = {
+                k: torch.as_tensor(v, dtype=torch.float64, device=device)
+                for k, v in parts.items()
+                if not isinstance(v, Fact)
+            }
+            _check_shapes(q.name, own, agreed)
         except Exception as error:
-            own = given_up([q.name], error)
-        parts |= own
-    return seen, parts
+            give_up([q.name], error)
+            continue
+        sums |= own
+        facts |= {k: v.value for k, v in parts.items() if isinstance(v, Fact) and v.value is not None}
+    return seen, sums, facts
 
 
-def _agreed(world: World, mine: Layout, known: Layout | None, step: int) -> Layout:
-    """The layout of the sums, if all ranks have it; they compare where it is new. Backends abort where lengths differ.
+def _owner(part: str) -> str:
+    return part.partition("/")[0]
+
+
+def _check_shapes(quantity: str, sums: Mapping[str, Tensor], agreed: Layout | None) -> None:
+    """Whether its sums are what they were at first, which is what the other ranks send.
+
+    Raises:
+        ValueError: If not.
+    """
+    if agreed is not None:
+        mine = [(name, tuple(value.shape)) for name, value in sums.items()]
+        known = [(name, shape) for name, shape in agreed.parts if _owner(name) == quantity]
+        if mine != known:
+            raise ValueError(f"local() returns sums of shapes {dict(mine)}, but returned {dict(known)} at first.")
+
+
+def _agreed(world: World, mine: Layout, step: int) -> Layout:
+    """The layout of the sums, if all ranks have it; backends abort where lengths differ.
 
     Raises:
         RuntimeError: If a rank has another one.
     """
-    if mine == known:
-        return mine
     world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at another one
     told = [dict(layout.parts) for layout in world.share(mine)]
     for rank, there in enumerate(told):

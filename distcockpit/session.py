@@ -55,6 +55,7 @@ class Session:
     actives: Actives = field(init=False)
     check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
+    settled: bool = False  # whether a tracked step was finished
     broken: bool = False  # whether a tracked step failed here after its header
     holds_from: int | None = None  # first step of the rows of a resumed run
     layouts: dict[object, Layout] = field(default_factory=dict)  # of the sums of each selection of quantities
@@ -142,6 +143,11 @@ class Session:
         return self.holds_from is not None and first is not None and self.holds_from < first
 
     @property
+    def is_by_hand(self) -> bool:
+        """Whether the user listed a quantity; else all are of presets, which never end a run."""
+        return any(q.required for q in self.setup.quantities)
+
+    @property
     def may_load(self) -> bool:
         """Whether no step has begun yet."""
         return self._first_step is None
@@ -214,11 +220,13 @@ class Session:
 
     def tell_that_gradients_are_unknown(self, parameters: Sequence[str], error: Exception) -> None:
         """What was exact at earlier steps is not any more. That is no reason to end the run."""
+        right = self.check.last_checked
+        since = "" if right < 0 else f" were right at step {right}, and"
+        between = "" if right < 0 else " Rows in between are wrong if it began there."
         self.say_once(
             "wrong",
-            f"step {self.last_step}: individual gradients were right at step {self.check.last_checked} and are not any "
-            "more. What follows from them is NaN until they are; rows in between may be wrong, those of loops that "
-            f"changed in between: {error}",
+            f"step {self.last_step}: individual gradients{since} are not known: {error} What follows from them is NaN "
+            f"until they are.{between}",
         )
         self.check.give_up(parameters, self.last_step)
         self.tell_coverage()

@@ -66,7 +66,7 @@ class TrackedStep:
         if self._maybe_session is not None:
             self._session = self._maybe_session
             self._previous = self._session.last_step
-            self._settled = self._session.check.last_checked >= 0  # whether an earlier step was right
+            self._settled = self._session.settled
             self._session.begin(self, self._step)
             try:
                 with undisturbed():
@@ -173,8 +173,8 @@ class TrackedStep:
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _may_skip(self, error: BaseException) -> bool:
-        """Whether what went wrong costs this step alone: the run goes on, since earlier steps were right."""
-        return isinstance(error, Exception) and self._settled
+        """Whether what went wrong costs this step alone: steps were right before, or nothing was asked for by hand."""
+        return isinstance(error, Exception) and (self._settled or not self._session.is_by_hand)
 
     def _finish_or_skip(self, capture: Capture) -> None:
         """Finish the step, or leave it out on all ranks.
@@ -242,6 +242,7 @@ class TrackedStep:
             # The other ranks sent their sums, and this one did not: from now on they would not match.
             session.broken = True
             raise
+        session.settled = True
 
     def _compare(self, pool: Pool, captured: Sequence[Captured]) -> None:
         """Whether all ranks differentiate the same combination of losses."""
@@ -376,7 +377,8 @@ class TrackedStep:
                 session.raise_cover(unserved)
                 again, seen_again = self._again(captured, constant)
             except Exception as error:
-                if not session.check.was_all_right(names):
+                by_hand = [q.name for q in self._active.of_gradients if q.required]
+                if not session.check.was_all_right(names) and (by_hand or not setup.slow_routes):
                     raise
                 session.cover = cover
                 session.tell_that_gradients_are_unknown(names, error)

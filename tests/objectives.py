@@ -271,6 +271,14 @@ def orthogonal(model: nn.Module) -> Tensor:
     return (weight @ weight.T - torch.eye(C, dtype=weight.dtype)).abs().sum() + torch.linalg.vector_norm(weight, 1)
 
 
+def in_autocast(loss: Callable[[Tensor, Data, Any], Tensor]) -> Callable[[Any, Data, Any], Tensor]:
+    def lost(z: Tensor, d: Data, model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(z, d, model)
+
+    return lost
+
+
 def in_place(z: Tensor, d: Data, _: Any) -> Tensor:
     loss = F.cross_entropy(z, d.y)
     loss *= 2
@@ -392,6 +400,13 @@ OBJECTIVES: dict[str, Objective] = {
         lambda z, d, _: F.cross_entropy(z, d.y, reduction="none"),
         ce,
         backward=lambda root: root.backward(torch.ones(len(root)) / len(root)),
+    ),
+    "under autocast": Objective(in_autocast(lambda z, d, _: F.cross_entropy(z, d.y)), ce),
+    "two losses under autocast": Objective(
+        in_autocast(lambda z, d, _: 0.5 * F.cross_entropy(z, d.y) + 0.5 * F.mse_loss(z, d.target)), both(0.5, 0.5)
+    ),
+    "written by hand, under autocast": Objective(
+        in_autocast(lambda z, d, _: -z.log_softmax(1).gather(1, d.y[:, None]).mean()), ce
     ),
     "changed in place": Objective(in_place, both(0.5, 0.25)),
     "distillation": Objective(distillation, distilled),

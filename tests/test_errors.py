@@ -526,38 +526,6 @@ def test_ranks_that_disagree(ranks: Ranks, tmp_path: Path, how: str, words: list
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailsOnRankOne(MeanGSNR):
-    """Breaks in the middle of a step, after the header."""
-
-    def local(self, batch: Any, memory: dict[str, Any]) -> dict[str, Any]:
-        if batch.rank == 1 and batch.step == 1:
-            raise ArithmeticError("in the middle")
-        return {}
-
-
-def fail_half_way(rank: int, size: int, group: Any, store: str) -> list[str]:
-    """What this rank is told at each step; like a loop that carries on after errors."""
-    net, loss_fn, said = cases.initialised("mlp"), CE(), []
-    options: dict[str, Any] = {"quantities": [FailsOnRankOne(), GradHist1d()], "schedule": every(1)}
-    cockpit = DistCockpit(net, loss_fn, store=store, process_group=group, **options)
-    for step in range(3):
-        x, y = cases.data("mlp", "mean", step)
-        try:
-            with cockpit.track(step):
-                loss_fn(net(x), y).backward()
-            said.append("")
-        except (ArithmeticError, RuntimeError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_rank_that_fails_half_way_stops_tracking_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(2, fail_half_way, str(tmp_path / "run"))
-    assert first == ["", "", ""] and second[:2] == ["", "in the middle"]
-    assert "earlier tracked step failed" in second[2]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShapeOfRank(MeanGSNR):
     """Sums whose length depends on the rank, from the first step or a later one."""
 
@@ -586,13 +554,8 @@ def sums_of_different_shapes(rank: int, size: int, group: Any, store: str, since
     return said
 
 
-@pytest.mark.parametrize("since", [0, 2])
-def test_sums_of_different_shapes(ranks: Ranks, tmp_path: Path, since: int) -> None:
+def test_sums_of_different_shapes(ranks: Ranks, tmp_path: Path) -> None:
     """Gloo would end the process: 'op.preamble.length <= op.nbytes'."""
-    for said in ranks.run(2, sums_of_different_shapes, str(tmp_path / "run"), since):
-        assert said[:since] == [""] * since
-        if since == 0:
-            assert "the sum 'part' has shape (4,) on rank 1, and (3,) on rank 0" in said[0]
-        else:
-            assert "different steps: rank 0 tracks step 3, rank 1 compares the sums of step 2" in said[-1]
-    ranks.stop(kill=True)
+    for said in ranks.run(2, sums_of_different_shapes, str(tmp_path / "first"), 0):
+        assert "the sum 'part' has shape (4,) on rank 1, and (3,) on rank 0" in said[0]
+    assert ranks.run(2, sums_of_different_shapes, str(tmp_path / "later"), 2) == [[""] * 4] * 2

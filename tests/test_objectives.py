@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, GradHist1d, GradNorm, Loss, MeanGSNR, NormTest
+from distcockpit.reductions import LOSSES
 
 BINS = np.linspace(-0.5, 0.5, 42)  # zero, where many are but for rounding, lies within one
 
@@ -294,6 +295,70 @@ def test_what_the_optimizer_gets(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-4)
     np.testing.assert_allclose(run["alpha"]["f_start"], losses[:-1], rtol=1e-5)
     assert np.isfinite(run["norm_test"]["norm_test"]).all()
+
+
+S = torch.sin(torch.arange(24.0 * 5)).view(24, 5)  # something for each sample
+SIGNS = S.sign()
+
+FUNCTIONS: dict[Any, Any] = {
+    F.l1_loss: lambda z, i: (z, S[i]),
+    F.smooth_l1_loss: lambda z, i: (z, S[i]),
+    F.huber_loss: lambda z, i: (z, S[i]),
+    F.mse_loss: lambda z, i: (z, S[i]),
+    F.kl_div: lambda z, i: (z.log_softmax(-1), S[i].softmax(-1)),
+    F.binary_cross_entropy: lambda z, i: (z.sigmoid(), S[i].abs()),
+    F.binary_cross_entropy_with_logits: lambda z, i: (z, S[i].abs()),
+    F.nll_loss: lambda z, i: (z.log_softmax(-1), i % 5),
+    F.cross_entropy: lambda z, i: (z, S[i].softmax(-1)),
+    F.gaussian_nll_loss: lambda z, i: (z, S[i], S[i].abs() + 0.1),
+    F.poisson_nll_loss: lambda z, i: (z, S[i].abs()),
+    F.hinge_embedding_loss: lambda z, i: (z, SIGNS[i]),
+    F.soft_margin_loss: lambda z, i: (z, SIGNS[i]),
+    F.multilabel_soft_margin_loss: lambda z, i: (z, SIGNS[i].clamp(min=0)),
+    F.multilabel_margin_loss: lambda z, i: (z, torch.tensor([[1, 3, -1, 0, 0]]).expand(len(z), -1)),
+    F.multi_margin_loss: lambda z, i: (z, i % 5),
+    F.cosine_embedding_loss: lambda z, i: (z, S[i], SIGNS[i, 0]),
+    F.margin_ranking_loss: lambda z, i: (z[:, 0], z[:, 1], SIGNS[i, 0]),
+    F.triplet_margin_loss: lambda z, i: (z, S[i], S[i].flip(1)),
+    F.triplet_margin_with_distance_loss: lambda z, i: (z, S[i], S[i].flip(1)),
+}
+
+
+def test_every_function_that_reduces_is_in_the_list() -> None:
+    assert set(LOSSES) == {*FUNCTIONS, F.ctc_loss}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_losses_of_torch(tmp_path: Path, function: Any, reduction: str) -> None:
+    """Beside the loss and the gradient of each sample by itself."""
+
+    def loss(z: Tensor, i: Tensor) -> Tensor:
+        value = function(*FUNCTIONS[function](z, i), reduction=reduction)
+        return value.mean() if reduction == "none" else value
+
+    torch.manual_seed(0)
+    net, places = objectives.Net(), torch.arange(24)
+    with DistCockpit(net, store=tmp_path / "run", quantities=[Loss(), NormTest(), GradNorm()], schedule=1) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                loss(cockpit(data(0).x), places).backward()
+    losses, gradients = [], []
+    for i in range(24):
+        net.zero_grad()
+        alone = loss(net(data(0).x[i : i + 1]), places[i : i + 1])
+        alone.backward()
+        losses.append(alone.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]).double())
+    each = torch.stack(gradients)
+    mean = each.mean(0)
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["loss"]["loss"], [np.mean(losses)] * 3, rtol=1e-5)
+    np.testing.assert_allclose(run["grad_norm"]["total"], [mean.norm()] * 3, rtol=1e-4)
+    expected = ((each - mean).square().sum() / 23 / 24 / mean.square().sum()).sqrt()
+    np.testing.assert_allclose(run["norm_test"]["norm_test"], [expected] * 3, rtol=1e-3)
+    assert [each["topic"] for each in run.attrs.get("notices", ())] == (["sum"] if reduction == "sum" else [])
 
 
 def test_hooks_of_the_user_are_called_as_without(tmp_path: Path) -> None:

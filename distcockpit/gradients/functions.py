@@ -197,9 +197,9 @@ class Watch(Mode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is F.multi_head_attention_forward:
+        if func in OPENED:
             with self:
-                return OPEN_ATTENTION(*args, **kwargs)
+                return OPENED[func](*args, **kwargs)
         given = tensors((args, kwargs))
         kinds = [self._kind(t) for t in given]
         if not any(isinstance(kind, Part) for kind in kinds):
@@ -278,13 +278,18 @@ ASKED = frozenset({
 
 def _opened(function: Any) -> Callable[..., Any]:
     """The same Python code, which does not ask for modes at its beginning, so that they see what it calls."""
-    names = vars(F) | {"has_torch_function": lambda _: False}
+    names = vars(F) | dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
-OPEN_ATTENTION = _opened(F.multi_head_attention_forward)
+OPENED = {
+    function: _opened(function)
+    for name in ("multi_head_attention_forward", "linear_cross_entropy")
+    if (function := getattr(F, name, None)) is not None
+}
+"""Functions in Python that hold several uses, or a use and the loss."""
 
 ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that compute in another way, by some 1e-6, where there is a mode and nothing is differentiated."""
