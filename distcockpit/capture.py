@@ -131,6 +131,7 @@ class Capture:
         self.fault: Exception | None = None  # what went wrong, where that does not end the run
         self._overlap = False  # whether a pass began before an earlier one went backward
         self._paused, self._thread = False, threading.get_ident()
+        self._opened_by = self._thread  # the thread that runs the open pass
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[Micro] = []
@@ -240,9 +241,10 @@ class Capture:
         """
         if transforms():
             return True
-        if self._paused or threading.get_ident() == self._thread:
-            return self._paused
-        return not torch.is_grad_enabled() or self._pass is not None and self._pass.is_open
+        here = threading.get_ident()
+        if self._paused or (self._pass is not None and self._pass.is_open):
+            return self._paused or here != self._opened_by
+        return here != self._thread and not torch.is_grad_enabled()
 
     @_harmless
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -278,7 +280,7 @@ class Capture:
         self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
         micro.passes.append(self._pass)
         self._passes.append(self._pass)
-        self._calls[-1].made = self._pass
+        self._calls[-1].made, self._opened_by = self._pass, threading.get_ident()
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
         if self._functions is not None:

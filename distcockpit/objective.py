@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from distcockpit.captured import ForwardPass
 from distcockpit.gradients.uses import Axis
 from distcockpit.reduce import Pending
-from distcockpit.reductions import LOSSES, Reduction, adds_up, reduction_of
+from distcockpit.reductions import LOSSES, Reduction, adds_up, number_of, reduction_of
 from distcockpit.replay import without_hooks
 from distcockpit.samples import CoupledError, Owners, fits, owners_of
 from distcockpit.trees import tensors
@@ -184,12 +184,12 @@ class Objective:
         """These depend on the samples of a pass."""
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
-                self._marks[tensor.grad_fn._sequence_nr()] = forward
+                self._marks[number_of(tensor.grad_fn)] = forward
 
     def tell(self, losses: Tensor) -> None:
         """The user says that these are the losses."""
         if losses.grad_fn is not None:
-            self._told[losses.grad_fn._sequence_nr()] = losses
+            self._told[number_of(losses.grad_fn)] = losses
 
     def see(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """The loop called a function of torch: with these arguments, and this result."""
@@ -200,10 +200,10 @@ class Objective:
         """Terms were added up."""
         node = next((t.grad_fn for t in tensors(result) if t.grad_fn is not None), None)
         if reduction is not None and node is not None:
-            self._reductions[node._sequence_nr()] = reduction
+            self._reductions[number_of(node)] = reduction
             reduction.is_product = node.name() in PRODUCTS
             if reduction.inside is not None:
-                self._marks[node._sequence_nr()] = reduction.inside
+                self._marks[number_of(node)] = reduction.inside
 
     # -- before the backward pass --------------------------------------------------------------------------------------
 
@@ -226,8 +226,8 @@ class Objective:
         waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
         if tensor.dim():
             self._reductions.setdefault(
-                tensor.grad_fn._sequence_nr(),
-                Reduction("backward", tensor, 1.0, False, edge=(tensor.grad_fn._sequence_nr(), tensor.output_nr)),
+                number_of(tensor.grad_fn),
+                Reduction("backward", tensor, 1.0, False, edge=(number_of(tensor.grad_fn), tensor.output_nr)),
             )
         while waiting and not root.coupled:
             edge = waiting.pop()
@@ -243,7 +243,7 @@ class Objective:
 
     def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """What lies behind a node that depends on samples, where the path does not end there."""
-        number = node._sequence_nr()
+        number = number_of(node)
         reduction, name = self._reductions.get(number), node.name()
         edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
         if name in IDENTITIES:
@@ -299,8 +299,8 @@ class Objective:
             else:
                 terms = reduction.terms if reduction.again is None else reduction.again()
                 owners = owners_of(terms, self._passes, known)
-            is_one = reduction.again is None and reduction.terms.numel() == 1 and not alone
-            if not owners.of or (is_one and all(of is None for of in owners.of.values())):
+            are_losses = reduction.again is None and _are_losses(reduction.terms) and not alone
+            if not owners.of or (are_losses and all(of is None for of in owners.of.values())):
                 return None
             found = next(iter(owners.of.values()))
             if found is not None and not isinstance(found, Tensor):
@@ -329,7 +329,7 @@ class Objective:
     def _unseen(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """A function that adds up terms where no mode sees it: a custom `autograd.Function`, for example."""
         passes = self._passes_behind(node)
-        key = node._sequence_nr(), position
+        key = number_of(node), position
         if key not in self._parts:
             size = float(passes[0].batch_size) if passes else 1.0
             reduction = Reduction(node.name(), torch.empty(0), size, True, False)
@@ -339,7 +339,7 @@ class Objective:
         return []
 
     def _penalize(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> None:
-        key = node._sequence_nr() if _goes_on(node) else id(node), position
+        key = number_of(node) if _goes_on(node) else id(node), position
         if key not in self._penalties:
             like = node._input_metadata[position]
             one = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
@@ -352,7 +352,7 @@ class Objective:
         root.penalties.append(self._penalties[key])
 
     def _hook(self, part: Part, node: Any, position: int, on_gradient: OnGradient) -> None:
-        number = node._sequence_nr()
+        number = number_of(node)
         if number in part.numbers:
             return
         part.numbers.add(number)
@@ -363,7 +363,7 @@ class Objective:
             return
         edge = part.reduction.edge
         for upstream, k in [(node, position), *node.next_functions]:
-            if edge is not None and upstream is not None and (upstream._sequence_nr(), k) == edge:
+            if edge is not None and upstream is not None and (number_of(upstream), k) == edge:
                 on_gradient(upstream, _picked(part.receive_at_terms, k))
                 return
 
@@ -372,18 +372,18 @@ class Objective:
         if node.name() == "torch::autograd::AccumulateGrad":
             return False
         known = self._of_samples
-        seen, waiting = {node._sequence_nr()}, [node]
+        seen, waiting = {number_of(node)}, [node]
         while waiting:
             each = waiting.pop()
-            number = each._sequence_nr()
+            number = number_of(each)
             if number in self._marks or known.get(number):
-                known[node._sequence_nr()] = True
+                known[number_of(node)] = True
                 return True
             if number in known:
                 continue
             for upstream, _ in each.next_functions:
-                if upstream is not None and upstream._sequence_nr() not in seen and _goes_on(upstream):
-                    seen.add(upstream._sequence_nr())
+                if upstream is not None and number_of(upstream) not in seen and _goes_on(upstream):
+                    seen.add(number_of(upstream))
                     waiting.append(upstream)
         known.update(dict.fromkeys(seen, False))
         return False
@@ -394,7 +394,7 @@ class Objective:
         seen, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
-            forward = self._marks.get(each._sequence_nr())
+            forward = self._marks.get(number_of(each))
             if forward is not None:
                 found[forward] = None
                 continue

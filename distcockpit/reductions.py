@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,17 @@ LOSSES = {
     if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
 }
 """The losses of ``torch.nn.functional`` that reduce their terms."""
+
+
+_numbers = itertools.count()
+
+
+def number_of(node: Any) -> int:
+    """What a node of autograd's graph is known by, also where helper threads make some; it keeps nothing alive."""
+    known: dict[str, int] = node.metadata
+    if "distcockpit" not in known:
+        known["distcockpit"] = next(_numbers)
+    return known["distcockpit"]
 
 
 @dataclass(eq=False)
@@ -103,7 +115,7 @@ def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reductio
         return _of_loss(function, args, kwargs)
     given = [t for t in tensors((args, kwargs)) if t.is_floating_point() and not t.is_nested]
     made, terms = tensors(result)[0], max([t for t in given if t.requires_grad] or given, key=Tensor.numel)
-    edge = None if terms.grad_fn is None else (terms.grad_fn._sequence_nr(), terms.output_nr)
+    edge = None if terms.grad_fn is None else (number_of(terms.grad_fn), terms.output_nr)
     adds = made.dim() == 0 and function in (*SUMS, *MEANS)
     name, is_mean = getattr(function, "__name__", str(function)), adds and function in MEANS
     divisor: Pending | float = float(terms.numel()) if is_mean else 1.0

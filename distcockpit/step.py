@@ -320,7 +320,7 @@ class TrackedStep:
             for micro in captured:
                 micro.without_gradients(setup.tracked, has_losses=True)
             return found
-        self._check_losses_are_known(captured)
+        self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
         seen = capture.arrivals.gradients
         if self._session.check.is_thorough:
             seen = {name: gradient.double() for name, gradient in seen.items()}
@@ -418,7 +418,7 @@ class TrackedStep:
             result.append(again)
         return result, total
 
-    def _check_losses_are_known(self, captured: Sequence[Captured]) -> None:
+    def _check_losses_are_known(self, captured: Sequence[Captured], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]
         for need, what, known in (
             ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
@@ -428,8 +428,11 @@ class TrackedStep:
             required = [q.name for q in wanting if q.required]
             if not wanting:
                 continue
+            what_is_not = (
+                "which terms of the loss are of which sample" if seen else "in this thread what is differentiated"
+            )
             why = (
-                ", but it is not seen which terms of the loss are of which sample. Call cockpit.record_losses(losses) "
+                f", but it is not seen {what_is_not}. Call cockpit.record_losses(losses) "
                 "inside `track`, with one loss per sample. If the batch is not axis "
                 f"{self._setup.batch_dim} of the model's inputs, say batch_dim=... or track(step, batch_size=...)."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,43 @@ def test_gradients_that_cannot_be_explained_for_a_while(tmp_path: Path, caplog: 
     assert run["norm_test"]["norm_test"].sel(step=unknown).isnull().all()
     (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "wrong"]
     assert notice["step"] == 3 and "were right at step 1, and are not known" in notice["text"]
+
+
+def elsewhere(function: Any, *args: Any) -> Any:
+    """What it returns, called in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+IN_THREADS: dict[str, Any] = {
+    "the forward pass": lambda model, x, y: F.cross_entropy(elsewhere(model, x), y).backward(),
+    "the loss as well": lambda model, x, y: elsewhere(lambda: F.cross_entropy(model(x), y)).backward(),
+    "the backward pass": lambda model, x, y: elsewhere(F.cross_entropy(model(x), y).backward),
+    "all": lambda model, x, y: elsewhere(lambda: F.cross_entropy(model(x), y).backward()),
+}
+
+
+@pytest.mark.parametrize("what", IN_THREADS)
+def test_helper_threads(tmp_path: Path, what: str) -> None:
+    """Gradients are right; a loss that is computed elsewhere is not seen, and a notice says so."""
+    net, expected = mlp(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(4):
+            x, y = data(step)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                IN_THREADS[what](cockpit, x, y)
+            expected.append((norm(net), F.cross_entropy(net(x), y).item()))
+            optimizer.step()
+    run, (norms, losses) = open_run(tmp_path / "run"), zip(*expected, strict=True)
+    np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-5)
+    said = {each["topic"]: each["text"] for each in run.attrs.get("notices", ())}
+    knows_loss = what in ("the forward pass", "the loss as well")
+    np.testing.assert_allclose(run["loss"]["loss"], losses if knows_loss else [np.nan] * 4, rtol=1e-5)
+    assert run["alpha"]["alpha"].isnull().all() == (what != "the forward pass")
+    assert ("losses" in said) == (what != "the forward pass")
+    assert knows_loss or "not seen in this thread what is differentiated" in said["loss"]
 
 
 class Unknown(nn.Module):
