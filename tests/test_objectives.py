@@ -325,7 +325,37 @@ FUNCTIONS: dict[Any, Any] = {
 
 
 def test_every_function_that_reduces_is_in_the_list() -> None:
-    assert set(LOSSES) == {*FUNCTIONS, F.ctc_loss}
+    assert set(LOSSES) == {*FUNCTIONS, F.ctc_loss, F.linear_cross_entropy}
+
+
+class Fused(nn.Module):
+    """Its head and its loss are one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 7), nn.Linear(7, 4, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.linear_cross_entropy(torch.tanh(self.body(x)).flatten(0, 1), self.head.weight, y.flatten())
+
+
+def test_a_head_and_its_loss_in_one_call(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x, y = Fused(), torch.randn(6, 3, 5), torch.arange(18).view(6, 3) % 4
+    with DistCockpit(net, store=tmp_path / "run", quantities=[Loss(), NormTest()]) as cockpit:
+        with cockpit.track(0):
+            cockpit(x, y).backward()
+        assert {row.route for row in cockpit.coverage()} == {"closed form"}
+    losses, gradients = [], []
+    for i in range(6):
+        net.zero_grad()
+        losses.append(net(x[i : i + 1], y[i : i + 1]))
+        losses[-1].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]).double())
+    run, each = open_run(tmp_path / "run"), torch.stack(gradients)
+    np.testing.assert_allclose(run["loss"]["loss"], [np.mean([loss.item() for loss in losses])], rtol=1e-5)
+    expected = ((each - each.mean(0)).square().sum() / 5 / 6 / each.mean(0).square().sum()).sqrt()
+    np.testing.assert_allclose(run["norm_test"]["norm_test"], [expected], rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
