@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.arrivals import Arrivals
@@ -40,7 +41,7 @@ from distcockpit.interpretation import Interpretation, interpret
 from distcockpit.loop import LoopWatch
 from distcockpit.loss_calls import LossCalls
 from distcockpit.module_state import ModuleStates
-from distcockpit.objective import Objective
+from distcockpit.objective import Objective, Root
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.reductions import arguments_of_loss, terms_inside
@@ -143,6 +144,9 @@ class Capture:
         self._passes: list[ForwardPass] = []
         self.objective = Objective(self._passes, axes.of_terms, thorough, tracked or {})
         self._is_loops, self._steps_away = tracked is not None, 0
+        self._edges: list[
+            tuple[Any, Callable[[Tensor], None], Use]
+        ] = []  # outputs of calls, until they are differentiated
         self._loop = LoopWatch(self._see_in_loop, self._differentiates)
         self._gradients = Copies()
         self._before: dict[int, _Before] = {}
@@ -456,9 +460,27 @@ class Capture:
                     given[ours] = kwargs[theirs]
         roots, gradients = _listed(given["tensors"]), _listed(given.get("gradients"))
         with torch._C.DisableTorchFunction(), undisturbed():
-            for k, root in enumerate(roots):
-                self.objective.differentiate(root, gradients[k] if k < len(gradients) else None, self._on_node)
+            for k, tensor in enumerate(roots):
+                root = self.objective.differentiate(tensor, gradients[k] if k < len(gradients) else None, self._on_node)
+                if root is not None and self.objective.splits(root):
+                    self._split(root)
+        self._edges.clear()
         return None
+
+    def _split(self, root: Root) -> None:
+        """Differentiate each part of the loss by itself, as far as the outputs of calls with parameters."""
+        edges: Any = [edge for edge, _, _ in self._edges]
+        try:
+            with self._away():
+                for part in root.parts:
+                    at: Any = [GradientEdge(*cast(Any, part.edge))]
+                    found = torch.autograd.grad(at, edges, None, True, allow_unused=True)
+                    for (_, receive, use), gradient in zip(self._edges, found, strict=True):
+                        if gradient is not None:
+                            use.receive_of_part(part, gradient, receive)
+        except RuntimeError:  # checkpointing with use_reentrant=True, for example: the parts stay unknown
+            for _, _, use in self._edges:
+                use.by_part.clear()
 
     def _are_parameters(self, inputs: Any) -> bool:
         tracked = {id(p) for p in self._model.parameters()}
@@ -652,6 +674,8 @@ class Capture:
                     self._runs.reach(of)
 
         self._handles.append(tensor.register_hook(functools.partial(hook, self)))
+        if isinstance(of, Use) and self._is_loops and self.objective.may_split:
+            self._edges.append((get_gradient_edge(tensor), receive, of))
 
     def uses(self) -> list[Use]:
         """The calls of layers that gradients reached, in the order of the forward passes."""

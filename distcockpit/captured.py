@@ -131,6 +131,7 @@ class Captured:
     observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
     formed: Formed = field(default_factory=dict)  # individual gradients that a walk kept
     beside: Beside = field(default_factory=lambda: Beside())
+    terms: Sequence[Any] = ()  # of the parts of its loss: `interpretation.Terms`
     _unknown: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property

@@ -64,7 +64,7 @@ class Interpretation:
 
 
 @dataclass
-class _Terms:
+class Terms:
     """The terms of one part of the objective, for the samples of one micro-batch."""
 
     name: str  # of what added them up
@@ -76,6 +76,8 @@ class _Terms:
     is_sum: bool  # whether nothing divides it
     pattern: float = 0.0  # of coefficients that differ beside the batch axis; it must be the same for all samples
     weight: float | None = None  # the user's word on how many terms they are
+    part: Part | None = None  # in the graph, where it is one sum or mean
+    factor: float = 1.0  # of its gradient, to have that of the sum of its terms
 
 
 def interpret(
@@ -122,12 +124,13 @@ def interpret(
         unknown[0].total = _left(objective, everything, scale) / unknown[0].coefficient
     scales = _scales(split, terms, scale, loss, result, objective.n_roots or len(split))
     beside = _beside(objective, terms, scale, result)
-    for micro, of_micro in zip(split, scales, strict=True):
+    for micro, mine, of_micro in zip(split, terms, scales, strict=True):
         uses = [use for forward in micro.passes for use in received(forward)]
         uses += [use for part in parts if part.learned for use in _learned(part, micro)]
         observed = [seen for forward in micro.passes for seen in observed_in(forward)]
         size = micro.passes[0].batch_size
         captured = Captured(size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside)
+        captured.terms = mine
         result.captured.append(captured)
     if objective.looks:
         _compare(result, loss, scale)
@@ -181,7 +184,7 @@ def _grouped(micros: Sequence[Micro], parts: Sequence[Part]) -> list[Micro]:
     return result
 
 
-def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, result: Interpretation) -> list[_Terms]:
+def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, result: Interpretation) -> list[Terms]:
     """What the objective is made of for the samples of a micro-batch."""
     forward = micro.passes[0]
     if not forward.batch_size:
@@ -194,10 +197,10 @@ def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, res
     weight = float(forward.batch_size) if loss.weight is None else loss.weight
     if told is not None and (not found or any(each.individual is None for each in found)):
         return [_said(told, found, scale)]
-    return found or [_Terms("", 1 / weight, weight, 1.0, None, None, False)]
+    return found or [Terms("", 1 / weight, weight, 1.0, None, None, False)]
 
 
-def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpretation) -> _Terms:
+def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpretation) -> Terms:
     assert part.gradient is not None
     reduction = part.reduction
     owner = next(forward for forward in micro.passes if forward in part.passes)
@@ -222,11 +225,14 @@ def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpret
     own = math.nan if reduction.is_sum else coefficient * divisor * share if divisor else 0.0
     if not part.is_seen:
         result.notices["unseen"] = UNSEEN.format(reduction.name)
-        return _Terms(reduction.name, coefficient, divisor, own, None, None, False)
+        return Terms(reduction.name, coefficient, divisor, own, None, None, False)
     individual = part.sums(owner, values)
     total = values.sum(dtype=torch.float64) if individual is None or share == 1.0 else individual.sum()
     total, individual = total * sign, None if individual is None else individual * sign
-    return _Terms(reduction.name, coefficient, divisor, own, total, individual, is_sum, pattern)
+    terms = Terms(reduction.name, coefficient, divisor, own, total, individual, is_sum, pattern)
+    if reduction.adds and coefficient:
+        terms.part, terms.factor = part, part.coefficient / scale / coefficient
+    return terms
 
 
 def _learned(part: Part, micro: Micro) -> list[Use]:
@@ -263,7 +269,7 @@ def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor, float, float]:
     return coefficient, values.double() * at_terms / coefficient, pattern, whole / coefficient
 
 
-def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
+def _said(call: LossCall, found: Sequence[Terms], scale: float) -> Terms:
     """What the user says, where it was not seen."""
     said = call.said
     assert said is not None
@@ -271,16 +277,16 @@ def _said(call: LossCall, found: Sequence[_Terms], scale: float) -> _Terms:
         gradient = call.factor.double() / scale
         mean = call.arrived / len(gradient) / scale
         individual = said.individual * (gradient / mean)
-        return _Terms("record_losses", mean, 1.0, math.nan, individual.sum(), individual, True, weight=said.weight)
+        return Terms("record_losses", mean, 1.0, math.nan, individual.sum(), individual, True, weight=said.weight)
     own = found[0].own if found else 1.0
     if call.factor is not None:
         own = call.arrived / scale
-    return _Terms("record_losses", own / said.divisor, said.divisor, own, said.total, said.individual, False)
+    return Terms("record_losses", own / said.divisor, said.divisor, own, said.total, said.individual, False)
 
 
 def _scales(
     split: Sequence[Micro],
-    terms: Sequence[Sequence[_Terms]],
+    terms: Sequence[Sequence[Terms]],
     scale: float,
     loss: Loss,
     result: Interpretation,
@@ -356,7 +362,7 @@ def _sum(parts: Sequence[tuple[float, Tensor | None]]) -> Tensor | None:
     return sum(known[1:], known[0]) if len(known) == len(parts) else None
 
 
-def _beside(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, result: Interpretation) -> Beside:
+def _beside(objective: Objective, terms: Sequence[Sequence[Terms]], scale: float, result: Interpretation) -> Beside:
     """What the objective is more than its terms: penalties, and constants."""
     if not objective.roots or result.coupled:
         return Beside()
@@ -375,7 +381,7 @@ def _beside(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: floa
     return Beside(_rest(objective, terms, scale, bool(gradients)) / result.times, gradients, 1 / (scale * result.times))
 
 
-def _left(objective: Objective, known: Sequence[_Terms], scale: float) -> Tensor:
+def _left(objective: Objective, known: Sequence[Terms], scale: float) -> Tensor:
     """What is left of the objective without these terms."""
     roots = [root for root in objective.roots if root.parts or any(each.gradients for each in root.penalties)]
     nothing = objective.roots[0].value.new_zeros(())
@@ -383,7 +389,7 @@ def _left(objective: Objective, known: Sequence[_Terms], scale: float) -> Tensor
     return whole - sum(each.coefficient * each.total for each in known if each.total is not None)
 
 
-def _rest(objective: Objective, terms: Sequence[Sequence[_Terms]], scale: float, is_penalized: bool) -> Tensor | float:
+def _rest(objective: Objective, terms: Sequence[Sequence[Terms]], scale: float, is_penalized: bool) -> Tensor | float:
     everything = [each for mine in terms for each in mine]
     if any(each.total is None or not each.divisor for each in everything):
         return 0.0

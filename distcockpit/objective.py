@@ -178,6 +178,22 @@ class Objective:
     def has_constants(self, value: bool) -> None:
         self._axes["constants",] = 0 if value else None
 
+    @property
+    def may_split(self) -> bool:
+        """Whether the gradients of the parts of a loss are wanted one by one; not known before the first step ends."""
+        return self._axes.get(("mixed",)) != 0
+
+    def settle(self, *, is_mixed: bool) -> None:
+        """The step has ended: whether parts had divisors that differ between ranks in different ways."""
+        self._axes["mixed",] = int(is_mixed or self._axes.get(("mixed",)) == 1)
+
+    def splits(self, root: Root) -> bool:
+        """Whether the gradients of its parts are wanted one by one, and can be had."""
+        if not self.may_split or len(root.parts) < 2 or root.coupled or root.has_learned_weights:
+            return False
+        can = all(part.edge is not None and part.is_seen and part.reduction.adds for part in root.parts)
+        return can and (("mixed",) in self._axes or len({part.reduction.divisor for part in root.parts}) > 1)
+
     # -- while the loop computes ---------------------------------------------------------------------------------------
 
     def mark(self, output: Any, forward: ForwardPass) -> None:
@@ -207,17 +223,20 @@ class Objective:
 
     # -- before the backward pass --------------------------------------------------------------------------------------
 
-    def differentiate(self, tensor: Tensor, gradient: Tensor | None, on_gradient: OnGradient) -> None:
+    def differentiate(self, tensor: Tensor, gradient: Tensor | None, on_gradient: OnGradient) -> Root | None:
         """A tensor is about to be differentiated.
 
         Args:
             tensor: The root.
             gradient: What it is given.
             on_gradient: Puts hooks on nodes.
+
+        Returns:
+            What is known of it; nothing where there are no samples.
         """
         self.n_roots += 1
         if tensor.grad_fn is None or not any(forward.batch_size for forward in self._passes):
-            return
+            return None
         value = tensor.detach().double()
         root = Root(value.clone() if gradient is None else (value * gradient.detach().double()).sum())
         root.is_low = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -240,6 +259,7 @@ class Objective:
                 self._penalize(*edge, root, on_gradient)
         if root.has_learned_weights and not root.coupled:
             self._learn(tensor, gradient, root)
+        return root
 
     def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """What lies behind a node that depends on samples, where the path does not end there."""

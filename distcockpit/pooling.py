@@ -9,6 +9,7 @@ sum up again in float64. At last comes the iteration for eigenvalues.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Pool:
         return cls(
             int(sum(r["batch_size"] for r in records)),
             sum(r["of_sum" if is_sum else "weight"] for r in present),
-            not alike([r["mix"] for r in present]),
+            not alike([r["mix"] for r in present]) or any(math.isinf(r["mix"]) for r in present),
             () if same else [r["own"] for r in present],
             is_sum,
         )
@@ -394,6 +395,7 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
         return arrivals.flat(0.0)
     if (
         len(present) > 1
+        or pool.is_mixed
         or arrivals.is_rounded
         or present[0].beside.gradients
         or any(use.autocast is not None for use in present[0].uses)

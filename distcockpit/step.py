@@ -20,6 +20,8 @@ from distcockpit.eager import eagerly
 from distcockpit.hutchinson import quadratic_forms
 from distcockpit.interpretation import Interpretation
 from distcockpit.layers import problem_of_batchnorm, training
+from distcockpit.mixed import unmix
+from distcockpit.objective import Objective
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side, observed
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
@@ -219,7 +221,7 @@ class TrackedStep:
             )
         except RankFailed as error:
             raise _NotTracked from error
-        self._compare(pool, captured)
+        self._compare(pool, found, capture.objective)
         session.agree_on_sizes(sizes)
         side = Side(
             self._step,
@@ -244,8 +246,10 @@ class TrackedStep:
             raise
         session.settled = True
 
-    def _compare(self, pool: Pool, captured: Sequence[Captured]) -> None:
+    def _compare(self, pool: Pool, found: Interpretation, objective: Objective) -> None:
         """Whether all ranks differentiate the same combination of losses."""
+        captured = found.captured
+        objective.settle(is_mixed=pool.is_mixed)
         if pool.is_sum:
             for micro in captured:
                 micro.as_sum()
@@ -254,14 +258,14 @@ class TrackedStep:
                 f"step {self._step}: the loss is a sum over samples that nothing divides: what is stored is that of "
                 "their mean, whatever the number of samples and ranks.",
             )
-        if pool.is_mixed:
+        if pool.is_mixed and not unmix(captured, found.times, pool.weight, self._setup.world):
             for micro in captured:
                 micro.without_gradients(self._setup.tracked)
             self._session.say_once(
                 "mixed",
                 f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
-                "different ways, such as tokens and samples, so that no common loss of a sample is known: what follows "
-                "from individual gradients is NaN.",
+                "different ways, such as tokens and samples, and their gradients cannot be had one by one: what "
+                "follows from individual gradients is NaN.",
             )
         if pool.owns:
             self._session.say_once(

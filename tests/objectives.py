@@ -198,6 +198,10 @@ def weighted(z: Tensor, d: Data, _: Any) -> Terms:
     return (weight * nll(z, d.y)).sum(), weight.sum()
 
 
+def tokens_and_samples(z: Tensor, d: Data, _: Any) -> Terms:
+    return N / d.all_tokens * tokens(z, d, _)[0] + 0.5 * square(z.mean(1), d.target).sum(), 1
+
+
 def some(z: Tensor, d: Data, _: Any) -> Terms:
     return (nll(z, d.y) * d.chosen).sum(), d.chosen.sum()
 
@@ -429,6 +433,17 @@ OBJECTIVES: dict[str, Objective] = {
     "nothing but a loss from the model": Objective(lambda out, d, _: out, tokens, OnlyLoss, with_labels),
     "a loss inside the model, and another": Objective(
         lambda out, d, _: 0.5 * out[1] + 0.5 * out[1], tokens, Gpt, with_labels
+    ),
+    "means over tokens and over samples": Objective(
+        lambda z, d, _: (
+            F.cross_entropy(z.flatten(0, 1), d.tokens.flatten(), ignore_index=-100)
+            + 0.5 * F.mse_loss(z.mean(1), d.target)
+        ),
+        tokens_and_samples,
+        Tokens,
+    ),
+    "one of them inside the model": Objective(
+        lambda out, d, _: out[1] + 0.5 * F.mse_loss(out[0].mean(1), d.target), tokens_and_samples, Gpt, with_labels
     ),
     "two passes (R-Drop)": Objective(divergence, divergence_terms, call=pairs),
     "a triplet loss of three passes": Objective(

@@ -17,6 +17,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, GradHist1d, GradNorm, Loss, MeanGSNR, NormTest
@@ -108,9 +109,10 @@ class Whole(nn.Module):
 def expected(objective: Objective, state: dict[str, Tensor], step: int) -> oracle.Batch:
     """The batch as one process sees it, a sample at a time."""
     everything, called = data(step), []
+    tokens = float((everything.tokens != -100).sum())
 
     def terms(out: Any, i: Tensor) -> tuple[Tensor, Any]:
-        return objective.terms(out, Data(everything.x[i].double(), everything.y[i]), called[-1])
+        return objective.terms(out, Data(everything.x[i].double(), everything.y[i], 1, 1, tokens), called[-1])
 
     whole, places = Whole(objective, called), torch.arange(objectives.N)
     return oracle.batch(whole, {f"net.{k}": v for k, v in state.items()}, terms, everything.x, places)
@@ -138,6 +140,29 @@ def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, sett
             np.testing.assert_allclose(row[field], sure[field], rtol=2e-3, atol=1e-6, err_msg=field)
         if sure["alpha"] != -1:
             np.testing.assert_allclose(row["alpha"], sure["alpha"], rtol=2e-2, atol=1e-3)
+
+
+class Checkpointed(objectives.Tokens):
+    """Its body is computed again in the backward pass, which `torch.autograd.grad` cannot go through."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.unflatten(1, (objectives.T, 4)).requires_grad_()
+        return self.head(checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=True))
+
+
+def test_parts_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    """Means over tokens and over samples, in micro-batches."""
+    net, d = Checkpointed(), data(0)
+    tokens_and_samples = OBJECTIVES["means over tokens and over samples"].loss
+    with DistCockpit(net, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(3):
+            with cockpit.track(step):
+                for x, y in zip(d.x.tensor_split(3), d.y.tensor_split(3), strict=True):
+                    (tokens_and_samples(cockpit(x), Data(x, y), net) / 3).backward()
+    run = open_run(tmp_path / "run")
+    assert run["grad_norm"]["total"].isnull().all() and run["norm_test"].sizes["step"] == 3
+    (notice,) = run.attrs["notices"]
+    assert notice["topic"] == "mixed" and "cannot be had one by one" in notice["text"]
 
 
 # -- what is no sum over samples ---------------------------------------------------------------------------------------

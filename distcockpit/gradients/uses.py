@@ -156,6 +156,7 @@ class Use:
     call: int  # how often this one was called before in the pass
     is_late: bool = False  # whether the call came after the model had returned, as when checkpointing computes again
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # [B, *], by position among these tensors
+    by_part: dict[Any, dict[int, Tensor]] = field(default_factory=dict)  # those of parts of the loss, one by one
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
     drew: bool = False  # whether random numbers of torch's were drawn in the call, of a layer that is run again
     source: int = 0  # which of the input tensors is that of the closed form
@@ -174,6 +175,16 @@ class Use:
             return to_front(self.args[1 + self.source].detach(), self.axes[0])
         return to_front(tensors((self.args, self.kwargs))[0].detach(), self.axes[0])
 
+    def receive_of_part(self, part: Any, gradient: Tensor, receive: Callable[[Tensor], None]) -> None:
+        """A part of the loss has this gradient at an output; ``receive`` would add it to the whole one."""
+        whole = dict(self.output_gradients)
+        self.output_gradients.clear()
+        self.output_gradients.update(self.by_part.get(part, {}))
+        receive(gradient)
+        self.by_part[part] = dict(self.output_gradients)
+        self.output_gradients.clear()
+        self.output_gradients.update(whole)
+
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """The same call, for these parameters of its layer."""
         return replace(self, layer=replace(self.layer, parameters=parameters))
@@ -186,10 +197,10 @@ class Use:
 
     def settle(self, axes: Axes) -> None:
         """Correct the batch axes, where they were guessed."""
-        for position, gradient in self.output_gradients.items():
-            if gradient.dim():
-                as_it_was = from_front(gradient, self.axes[position])
-                self.output_gradients[position] = to_front(as_it_was, axes[position])
+        for gradients in (self.output_gradients, *self.by_part.values()):
+            for position, gradient in gradients.items():
+                if gradient.dim():
+                    gradients[position] = to_front(from_front(gradient, self.axes[position]), axes[position])
         self.axes = axes
         self.found.clear()
 
