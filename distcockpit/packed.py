@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,6 +22,14 @@ class Layout:
     def of(cls, sums: Mapping[str, Tensor]) -> Layout:
         """The layout of these sums, in their order."""
         return cls(tuple((name, tuple(value.shape)) for name, value in sums.items()))
+
+    @cached_property
+    def by_owner(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+        """The parts whose names begin alike, ``owner/...``, together."""
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, shape in self.parts:
+            found.setdefault(name.partition("/")[0], []).append((name, shape))
+        return found
 
     def unpack(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Cut a buffer into its named parts."""

@@ -77,7 +77,8 @@ def _seen(
         why = f"{type(error).__name__}: {error}"
         session.say_once(f"failed {names}", f"step {side.step}: {', '.join(names)}: NaN, because of an error: {why}")
         unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        sums.update({name: unknown.expand(shape) for name, shape in agreed.parts if _owner(name) in names})
+        for name in names:
+            sums.update({part: unknown.expand(shape) for part, shape in agreed.by_owner.get(name, ())})
 
     try:
         seen = look(session, side)
@@ -101,10 +102,6 @@ def _seen(
     return seen, sums, facts
 
 
-def _owner(part: str) -> str:
-    return part.partition("/")[0]
-
-
 def _check_shapes(quantity: str, sums: Mapping[str, Tensor], agreed: Layout | None) -> None:
     """Whether its sums are what they were at first, which is what the other ranks send.
 
@@ -113,7 +110,7 @@ def _check_shapes(quantity: str, sums: Mapping[str, Tensor], agreed: Layout | No
     """
     if agreed is not None:
         mine = [(name, tuple(value.shape)) for name, value in sums.items()]
-        known = [(name, shape) for name, shape in agreed.parts if _owner(name) == quantity]
+        known = agreed.by_owner.get(quantity, [])
         if mine != known:
             raise ValueError(f"local() returns sums of shapes {dict(mine)}, but returned {dict(known)} at first.")
 

@@ -68,7 +68,7 @@ class Session:
     _first_tracked: int | None = None
     _pid: int = field(default_factory=os.getpid)
     _closed: bool = False
-    _part_began: int = 0  # the step at which this part of the run did
+    part: int = field(init=False)  # a number that tells whether ranks are in the same part of the run
     _begins_again: bool = False  # whether ranks must begin another one together
     _cut: Stamp | None = None  # of an update in which the model changed
     _said: set[str] = field(default_factory=set)
@@ -80,6 +80,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.actives = Actives(self.setup.quantities)
+        self.part = digest(self.setup.facts, 0)
         self.keeps_initial = self.setup.world.rank == 0 and any(q.needs.initial for q in self.setup.quantities)
         self.check = SelfCheck(dict(self.setup.tracked))
         self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
@@ -167,26 +168,25 @@ class Session:
                 for name, size in seen.items():
                     agreed[name] = size if agreed.get(name, size) == size else 0
 
-    def look_at_model(self, step: int) -> None:
+    def look_at_model(self, step: int, *, is_as_it_was: bool) -> None:
         """Where the model is not the one that is tracked any more, another part of the run begins.
+
+        Args:
+            step: The step that begins.
+            is_as_it_was: Whether its parameters and modules are those of this part of the run.
 
         Raises:
             ValueError: If it cannot be tracked as it is now.
         """
         every = dict(self.setup.bare.named_parameters())
-        if self._begins_again or not self.setup.is_as_it_was():
+        if self._begins_again or not is_as_it_was:
             self._begin_part(step, self.setup.as_it_is())
         elif any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
             self.check.tracked = dict(self.setup.tracked)
 
-    @property
-    def part(self) -> int:
-        """A number that tells whether ranks are in the same part of the run."""
-        return digest(self.setup.facts, self._part_began)
-
     def _begin_part(self, step: int, setup: Setup) -> None:
-        self._part_began, self._begins_again = step, False
+        self.part, self._begins_again = digest(setup.facts, step), False
         cover = Cover(setup.bare, setup.layers)
         groups = {q.name: q.described_group(setup.facts) for q in setup.quantities} if self.recorder is not None else {}
         before, self.setup, self.cover = self.setup, setup, cover
@@ -317,19 +317,22 @@ class Session:
         self.inside = None
         self.clock.leave()
 
-    def finish_update(self, step: int, now: Mapping[str, Tensor] | None = None) -> Start | None:
+    def finish_update(
+        self, step: int, now: Mapping[str, Tensor] | None = None, *, is_as_it_was: bool = True
+    ) -> Start | None:
         """Take the start of the update that is known at the beginning of ``step``, and record its displacement.
 
         Args:
             step: The step that begins.
             now: The parameters, where they are not those of this rank's model.
+            is_as_it_was: Whether the model has the parameters and modules that it had when the update began.
 
         Returns:
             The start, or ``None`` if there is none or steps lie in between.
         """
         start, self.start = self.start, None
         self._cut = None
-        if start is not None and not self.setup.is_as_it_was():
+        if start is not None and not is_as_it_was:
             self._cut = start.stamp
             return None
         if start is None or start.stamp.step == step - 1:

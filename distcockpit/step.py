@@ -129,11 +129,12 @@ class TrackedStep:
     def _begin(self) -> None:
         session = self._session
         self._active = session.actives.touched(self._step)
-        self._start = start = session.finish_update(self._step)
+        is_as_it_was = not (self._active or session.start) or session.setup.is_as_it_was()
+        self._start = start = session.finish_update(self._step, is_as_it_was=is_as_it_was)
         self._must_tell = session.must_tell(self._step)
         if not self._active:
             return
-        session.look_at_model(self._step)
+        session.look_at_model(self._step, is_as_it_was=is_as_it_was)
         setup = session.setup
         setup.world.leave_word(f"in tracked step {self._step}")
         self._eager.enter_context(eagerly())
