@@ -46,14 +46,18 @@ def initialised(objective: Objective) -> nn.Module:
     return objective.model()
 
 
-def train(rank: int, size: int, group: Any, name: str, store: str, setting: str) -> list[dict[str, Tensor]]:
+ALL = [Loss(), GradNorm(), NormTest(), MeanGSNR(), GradHist1d(range=(-0.5, 0.5), bins=41), Alpha()]
+
+
+def train(
+    rank: int, size: int, group: Any, name: str, store: str, setting: str, quantities: Any = ALL
+) -> list[dict[str, Tensor]]:
     """The parameters before each step, and after the last."""
     objective, (shards, micro_batches, scale) = OBJECTIVES[name], SETTINGS[setting]
     net = initialised(objective)
     model = net if group is None or not objective.syncs else DistributedDataParallel(net, process_group=group)
     optimizer, states = torch.optim.SGD(net.parameters(), lr=objective.rate), []
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
-    quantities = [Loss(), GradNorm(), NormTest(), MeanGSNR(), GradHist1d(range=(-0.5, 0.5), bins=41), Alpha()]
     options: dict[str, Any] = {"quantities": quantities, "schedule": every(1), "process_group": group}
     with DistCockpit(model, optimizer=optimizer, store=store, **options) as cockpit:
         for step in range(3):
@@ -140,6 +144,14 @@ def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, sett
             np.testing.assert_allclose(row[field], sure[field], rtol=2e-3, atol=1e-6, err_msg=field)
         if sure["alpha"] != -1:
             np.testing.assert_allclose(row["alpha"], sure["alpha"], rtol=2e-2, atol=1e-3)
+
+
+def test_means_over_tokens_and_samples_where_autograds_sums_would_do(ranks: Ranks, tmp_path: Path) -> None:
+    """They hold both as each rank divided them."""
+    name = "means over tokens and over samples"
+    states = ranks.run(4, train, name, str(tmp_path / "run"), "4 ranks, scaler", [GradNorm()])[0]
+    norms = [np.linalg.norm(expected(OBJECTIVES[name], state, k).flat.mean(0)) for k, state in enumerate(states[:3])]
+    np.testing.assert_allclose(open_run(tmp_path / "run")["grad_norm"]["total"], norms, rtol=1e-4)
 
 
 class Checkpointed(objectives.Tokens):
