@@ -280,10 +280,11 @@ class DistCockpit(Joinable):
 
         Raises:
             TypeError: If an argument is no number.
-            ValueError: If an argument is out of range; on entering, if the step does not grow, or batch norm is in
-                training mode.
-            RuntimeError: On entering or leaving, if ``track`` is entered twice or after ``close``, a forward pass
-                has no backward, or the ranks disagree.
+            ValueError: If an argument is out of range; on entering, if the step does not grow.
+            RuntimeError: On entering or leaving, if ``track`` is entered twice or after ``close``, or the ranks are at
+                different steps; at the first tracked step, if you listed quantities by hand, also if this loop or model
+                cannot have them, or a forward pass has no backward. Later, and where all come from presets, a notice
+                says so, and rows are NaN or missing.
         """
         if self._session is not None:
             step, epoch = check_step("track", step), check_epoch("track", epoch)

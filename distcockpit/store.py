@@ -16,6 +16,10 @@ metadata holds every shape. A single key is replaced as a whole, so that the roo
 shapes it states do not exist. Pending bytes are forgotten only after it is written. A run that is resumed drops rows in
 the other order: root, groups, arrays, the last chunks, what lies beyond; ``generation`` grows.
 
+Where the model changes, arrays grow along their labelled dimensions: new names are appended, and rows hold the fill
+value for names that the model did not have then. Chunks keep their size, and further ones lie beside the first along
+such a dimension. ``segments`` says from which step on each part of the run has which parameters.
+
 The only file that writes Zarr. zarr creates the documents once, in memory; after that only shapes change, and chunks
 are encoded directly: its own append holds the interpreter lock and allocates enough to set off garbage collections.
 """

@@ -44,9 +44,9 @@ def table(run: xr.DataTree, facts: dict[str, str], name: str, size: str = "") ->
 
 
 def segments(run: xr.DataTree) -> RenderableType:
-    """The parts of a run that was resumed."""
+    """The parts of a run that was resumed, or whose model changed."""
     told = Table(title="parts")
-    for column in ("part", "ranks", "steps", "hosts", "torch"):
+    for column in ("part", "ranks", "steps", "hosts", "torch", "what changed"):
         told.add_column(column, overflow="fold")
     for k, part in enumerate(run.attrs.get("segments", ())):
         words = (
@@ -55,6 +55,7 @@ def segments(run: xr.DataTree) -> RenderableType:
             f"{part.get('first_step', '')} to {part.get('last_step', '')}",
             ", ".join(map(str, part.get("hosts", ()))),
             dict(part.get("versions", {})).get("torch", ""),
+            part.get("change", ""),
         )
         told.add_row(*(Text(plain(word)) for word in words))
     return told

@@ -20,9 +20,11 @@ from distcockpit.rows import portion
 )
 def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
     norm = group["grad_norm" if "grad_norm" in group else "norm"]
-    shapes = run.attrs.get("parameters", {})
+    segments = run.attrs.get("segments", ())
+    shapes = (dict(segments[-1]) if segments else {}).get("parameters") or run.attrs.get("parameters", {})
     names = [str(name) for name in norm["parameter"].values]
-    weights = [k for k, name in enumerate(names) if len(shapes.get(name, ())) >= 2]
+    # In the order of the model as it is now; what joined it in mid-run has its column at the end.
+    weights = [names.index(name) for name, shape in shapes.items() if len(shape) >= 2 and name in names]
     if len(weights) < 3:
         return
     sizes = np.array([np.prod(shapes[names[k]], dtype=float) for k in weights])
