@@ -104,7 +104,7 @@ class Recorder:
         def job(store: RunStore) -> bool:
             store.change(step, groups, facts)
             self._model = model
-            return True
+            return False
 
         self._writer.submit(Job(job, insist=True))
 

@@ -178,10 +178,14 @@ class Session:
         Raises:
             ValueError: If it cannot be tracked as it is now.
         """
-        every = dict(self.setup.bare.named_parameters())
+        every, modules = dict(self.setup.bare.named_parameters()), dict(self.setup.bare.named_modules())
         if self._begins_again or not is_as_it_was:
             self._begin_part(step, self.setup.as_it_is())
-        elif any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
+            return
+        if any(modules[layer.path] is not layer.module for layer in self.setup.layers):  # others of the same kind
+            self.setup = self.setup.as_it_is()
+            self.cover = replace(self.cover, own=self.setup.layers)
+        if any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
             self.check.tracked = dict(self.setup.tracked)
 

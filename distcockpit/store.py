@@ -50,6 +50,7 @@ from distcockpit.schema import COORDINATES, FORMAT, FORMAT_VERSION, Field, Group
 CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
+MOST_PARTS = 50  # that the attribute ``segments`` tells apart
 ROOT = "zarr.json"
 SCHEDULE = re.compile(r"schedule=[^(),]*(\([^()]*\))?(, )?")  # in the text of an option
 
@@ -266,7 +267,11 @@ class RunStore:
         every = self._attributes["parameters"]
         *earlier, segment = ({"parameters": every, **part} for part in self._attributes["segments"])
         part = {**segment, **facts, "first_step": step, "last_step": step - 1}
-        segments = [*earlier, {**segment, "last_step": min(self._last_step, step - 1)}, part]
+        ended = {**segment, "last_step": min(self._last_step, step - 1)}
+        if len(earlier) < MOST_PARTS:
+            segments = [*earlier, ended, part]
+        else:  # a model that is another one at every step
+            segments = [*earlier, {**part, "first_step": segment["first_step"], "change": "it changes very often"}]
         every = {**facts["parameters"], **every}
         self._attributes = {**self._attributes, "segments": segments, "parameters": every}
         self._groups |= groups

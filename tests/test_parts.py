@@ -315,3 +315,59 @@ def test_a_run_that_changed_is_resumed(tmp_path: Path) -> None:
         )
     assert [part["first_step"] for part in resumed.attrs["segments"]] == [0, 3, 5]
     assert not whole["distance"]["total"].isnull().any()
+
+
+def test_a_model_that_changes_at_every_step(tmp_path: Path) -> None:
+    """A layer is frozen at every other step: rows are right, and the list of parts is short."""
+    net, norms = Net(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(120):
+            net.body.requires_grad_(step % 2 == 0)
+            x, y = batch(step)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                F.cross_entropy(cockpit(x), y).backward()
+            norms.append(float(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)) ** 0.5)
+            optimizer.step()
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-5)
+    assert len(run.attrs["segments"]) == store.MOST_PARTS + 1 and len(run.attrs["notices"]) == 2
+    assert run.attrs["segments"][-1]["last_step"] == 119
+
+
+class Making(Net):
+    """Makes a module anew in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act = nn.Tanh()
+        return super().forward(x)
+
+
+def test_modules_that_are_made_anew_all_the_time(tmp_path: Path) -> None:
+    """They hold no parameters and are of one kind: that is no change. Their outputs at a tracked step are not seen."""
+    net = Making()
+    with DistCockpit(net, store=tmp_path / "run", schedule=every(1), quantities=["economy", "layers"]) as cockpit:
+        for step in range(5):
+            x, y = batch(step)
+            with cockpit.track(step):
+                F.cross_entropy(cockpit(x), y).backward()
+    run = open_run(tmp_path / "run")
+    assert len(run.attrs["segments"]) == 1 and "notices" not in run.attrs
+    assert not run["norm_test"]["norm_test"].isnull().any()
+    norms = run["output_norm"]["output_norm"]
+    assert not norms.sel(layer=["body", "head"]).isnull().any()
+
+
+def test_an_activation_of_the_same_kind_takes_the_place_of_another(tmp_path: Path) -> None:
+    net = Net()
+    with DistCockpit(net, store=tmp_path / "run", schedule=every(1), quantities="layers") as cockpit:
+        for step in range(4):
+            if step == 2:
+                net.act = nn.Tanh()
+            x, y = batch(step)
+            with cockpit.track(step):
+                F.cross_entropy(cockpit(x), y).backward()
+    run = open_run(tmp_path / "run")
+    norms = run["output_norm"]["output_norm"].sel(layer=["body", "act", "head", "extra"])
+    assert not norms.isnull().any() and len(run.attrs["segments"]) == 1
