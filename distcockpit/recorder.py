@@ -117,12 +117,12 @@ class Recorder:
         if entries:
             self._writer.submit(Job(lambda store: self._record_logs(store, entries), len(entries)))
 
-    def describe(self, attributes: Mapping[str, Any]) -> None:
-        """Exchange attributes of the store's root."""
+    def describe(self, attributes: Mapping[str, Any], *, at_once: bool) -> None:
+        """Exchange attributes of the store's root, at once or with the next rows that are committed."""
 
         def job(store: RunStore) -> bool:
             store.describe(attributes)
-            return True
+            return at_once
 
         self._writer.submit(Job(job))
 

@@ -243,7 +243,7 @@ class Session:
         """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""
         if self.recorder is None:
             return
-        self.recorder.describe({"coverage": self.coverage().attributes()})
+        self.recorder.describe({"coverage": self.coverage().attributes()}, at_once=False)
         if slow := self.cover.slow:
             examples = [f"'{name}' by {module}" for name, module in list(slow.items())[:3]]
             self.say_once(
@@ -276,7 +276,7 @@ class Session:
             logger.warning("distcockpit: %s", text)
             if self.recorder is not None:
                 self._notices.append({"step": self.last_step, "topic": topic, "text": text})
-                self.recorder.describe({"notices": list(self._notices)})
+                self.recorder.describe({"notices": list(self._notices)}, at_once=True)
 
     def log(self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, float | Tensor]) -> None:
         """See ``DistCockpit.log``.
