@@ -36,7 +36,7 @@ def send(session: Session, side: Side, stamp: Stamp, start_stamp: Stamp | None, 
     key = (tuple(q.name for q in rows), tuple(q.name for q in side.starting), side.update is not None)
     agreed = session.layouts.get(key)
     seen, sums, facts = _seen(session, side, rows, agreed)
-    session.layouts[key] = agreed or _agreed(setup.world, Layout.of(sums), side.step)
+    session.layouts[key] = _agreed(setup.world, Layout.of(sums), agreed, side.step)
     sums |= {f"log/{name}": value for name, value in riding.items()}
     stamps = dict.fromkeys(active.needs, stamp)
     if start_stamp is not None:
@@ -93,7 +93,6 @@ def _seen(
                 for k, v in parts.items()
                 if not isinstance(v, Fact)
             }
-            _check_shapes(q.name, own, agreed)
         except Exception as error:
             give_up([q.name], error)
             continue
@@ -102,25 +101,14 @@ def _seen(
     return seen, sums, facts
 
 
-def _check_shapes(quantity: str, sums: Mapping[str, Tensor], agreed: Layout | None) -> None:
-    """Whether its sums are what they were at first, which is what the other ranks send.
-
-    Raises:
-        ValueError: If not.
-    """
-    if agreed is not None:
-        mine = [(name, tuple(value.shape)) for name, value in sums.items()]
-        known = agreed.by_owner.get(quantity, [])
-        if mine != known:
-            raise ValueError(f"local() returns sums of shapes {dict(mine)}, but returned {dict(known)} at first.")
-
-
-def _agreed(world: World, mine: Layout, step: int) -> Layout:
-    """The layout of the sums, if all ranks have it; backends abort where lengths differ.
+def _agreed(world: World, mine: Layout, known: Layout | None, step: int) -> Layout:
+    """The layout of the sums, if all ranks have it; they compare where it is new. Backends abort where lengths differ.
 
     Raises:
         RuntimeError: If a rank has another one.
     """
+    if mine == known:
+        return mine
     world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at another one
     told = [dict(layout.parts) for layout in world.share(mine)]
     for rank, there in enumerate(told):
