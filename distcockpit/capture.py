@@ -69,7 +69,7 @@ LEAVING = ("_leave_model", "_leave_late")
 
 
 def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A fault of ours in a hook costs the step, not the run, where steps were right before."""
+    """A fault of ours in a hook costs the step, not the run; at a first step where nothing was listed by hand."""
 
     @functools.wraps(hook)
     def harmless(capture: Capture, *args: Any) -> Any:
@@ -101,7 +101,8 @@ class Capture:
         watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
         keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
         wrappers: Modules around the model.
-        settled: Whether an earlier step was right, so that a loop that changes is no reason to end the run.
+        settled: Whether an earlier step was right, so that passes without a backward are meant so.
+        goes_on: Whether a fault costs this step alone, and is no reason to end the run.
         copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
         tracked: The tracked parameters, by name, of a step of the loop; of a second pass none.
     """
@@ -121,11 +122,12 @@ class Capture:
         keep_left: bool = False,
         copies: bool = True,
         settled: bool = False,
+        goes_on: bool = False,
         wrappers: Sequence[nn.Module] = (),
         tracked: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
-        self._thorough, self._settled = thorough, settled
+        self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
         self._batch_size = batch_size
         self.arrivals = Arrivals(watch or {}, keep_left)
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
@@ -209,12 +211,12 @@ class Capture:
         self._handles.clear()
 
     def give_up(self, error: Exception) -> None:
-        """Look no more: something is wrong with a loop that was right before.
+        """Look no more: something is wrong.
 
         Raises:
-            Exception: What it is, where no step was right before.
+            Exception: What it is, where that is a reason to end the run.
         """
-        if not self._settled:
+        if not self._goes_on:
             raise error
         self.fault = error
         for watch in (self._loop, *self._watches):

@@ -269,12 +269,13 @@ class World:
                 raise RankFailed(
                     f"Rank {rank} could not finish tracked step {int(first['step'])}; its own error says why."
                 )
-        for rank, record in present:
-            if record["model"] != first["model"]:
+        for rank, record in enumerate(records):
+            if first["kind"] == TRACK and record["model"] != first["model"]:
                 raise ModelsDiffer(
                     f"Rank {rank} tracks other parameters or modules than rank {one} at step {int(first['step'])}. A "
                     "model must change on all ranks between the same steps."
                 )
+        for rank, record in present:
             if record["layout"] != first["layout"]:
                 raise RankFailed(
                     f"Rank {rank} tracks other values than rank {one} at step {int(first['step'])}. Schedules must say "

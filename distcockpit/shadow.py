@@ -22,10 +22,11 @@ from torch.distributed.algorithms import JoinHook
 from distcockpit.active import Active
 from distcockpit.arrivals import Arrivals
 from distcockpit.hutchinson import quadratic_forms
+from distcockpit.mixed import unmix
 from distcockpit.packed import pack
 from distcockpit.pooling import LocalCurvature, Pool, Present, Side
 from distcockpit.recorder import Stamp
-from distcockpit.reduce import LEAVE, TRACK, Record, record_of
+from distcockpit.reduce import LEAVE, TRACK, RankFailed, Record, record_of
 from distcockpit.sending import send
 from distcockpit.session import Session
 
@@ -82,9 +83,18 @@ class Shadow(JoinHook):
 
 def _answer(session: Session) -> bool:
     """Take part in one exchange of the others; says whether they go on."""
+    try:
+        return _take_part(session)
+    except RankFailed:  # the others leave this step out
+        session.start = None
+        return True
+
+
+def _take_part(session: Session) -> bool:
     session.check_health()
     setup, world = session.setup, session.setup.world
-    records = world.header(record_of(TRACK, -1, joined=1, riding=session.userlog.riding_digest))
+    riding = session.userlog.riding_digest
+    records = world.header(record_of(TRACK, -1, joined=1, model=session.part, riding=riding))
     training = [record for record in records if not record["joined"]]
     if not training or training[0]["kind"] == LEAVE:
         return False
@@ -101,10 +111,13 @@ def _answer(session: Session) -> bool:
     tracked = {name: told.present.every[name] for name in setup.tracked}
     update, start_stamp = session.ending_update(step, start, active, tracked, told.present.scale)
     starting = session.actives.of(q.starts(step) for q in setup.quantities)
+    pool = Pool.of(records)
+    if pool.is_mixed:
+        unmix([], 1, pool.weight, world)
     session.agree_on_sizes({q.name: {} for q in active.with_need("output_sizes")})
     side = Side(
         step,
-        Pool.of(records),
+        pool,
         [],
         Arrivals(tracked),
         active,

@@ -169,6 +169,7 @@ class TrackedStep:
             wrappers=setup.wrappers,
             keep_left=self._active.wants("averaged"),
             settled=self._settled,
+            goes_on=self._settled or not session.is_by_hand,
             tracked=setup.tracked,
         )
         self._capture.start()
@@ -447,10 +448,10 @@ class TrackedStep:
             self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
-        """Each diagonal and each estimate that is asked for; NaN where it could be had at an earlier step alone.
+        """Each diagonal and each estimate that is asked for; NaN where it cannot be had.
 
         Raises:
-            Exception: If it cannot be had at the first tracked step.
+            Exception: If it cannot be had at the first tracked step, and the user listed it.
         """
         setup = self._setup
         diagonals, traces = {}, {}
@@ -462,9 +463,10 @@ class TrackedStep:
                 seed = digest(estimate.seed, self._step)
                 traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
         except Exception as error:
-            if not self._settled:
+            wanting = [q for q in self._active if q.needs.curvature or q.needs.trace]
+            if not self._settled and any(q.required for q in wanting):
                 raise
-            names = [q.name for q in self._active if q.needs.curvature or q.needs.trace]
+            names = [q.name for q in wanting]
             self._session.say_once(
                 "curvature",
                 f"step {self._step}: {', '.join(names)}: NaN, because of an error: {type(error).__name__}: {error}",
