@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -40,9 +40,10 @@ class Setup:
     loss_function: object  # what stands for the loss module, if the user gave a function
     include: Sequence[str] | None
     exclude: Sequence[str] | None
+    structure: tuple[object, ...] = field(init=False)  # what makes this part of the run
 
     def __post_init__(self) -> None:
-        self.structure  # noqa: B018 - as it is now
+        object.__setattr__(self, "structure", structure_of(self.bare, self.optimizers))
 
     @cached_property
     def tracked(self) -> dict[str, nn.Parameter]:
@@ -80,16 +81,11 @@ class Setup:
         """Where the model is."""
         return next(self.bare.parameters()).device
 
-    @cached_property
-    def structure(self) -> tuple[object, ...]:
-        """What makes this part of the run, as it was found when it began."""
-        return structure(self.bare, self.optimizers)
-
     def is_as_it_was(self) -> bool:
         """Whether model and optimizers have the parameters and modules that this part of the run began with."""
         modules = dict(self.bare.named_modules())
         owners = all(modules.get(layer.path) is layer.module for layer in self.layers if layer.parameters)
-        return owners and structure(self.bare, self.optimizers) == self.structure
+        return owners and structure_of(self.bare, self.optimizers) == self.structure
 
     def as_it_is(self) -> Setup:
         """The same, with the model and the optimizers as they are now.
@@ -132,7 +128,7 @@ class Setup:
         return None if self.grad_scaler is None else self.grad_scaler.get_scale()
 
 
-def structure(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:
+def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:
     """What a part of a run goes by: parameters, modules and parameter groups."""
     parameters = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
     modules = {path: type(module) for path, module in model.named_modules()}

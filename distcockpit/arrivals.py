@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcockpit.gradients.statistics import vector
+ROUNDING = 1e-15
+"""Of a quotient of numbers in float64."""
 
 
 class Arrivals:
@@ -32,18 +33,21 @@ class Arrivals:
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
-    def flat(self, factor: float | Tensor = 1.0) -> Tensor:
-        """All of them as one vector of its own, times a factor, float64 ``[P]``; zero where none arrived.
+    def times(self, factor: float | Tensor) -> dict[str, Tensor]:
+        """All of them, times a factor, by name; zero where none arrived.
 
         A factor of zero makes zeros of elements that are not finite, too.
         """
-        flat, parts = vector(self._parameters, torch.empty)
-        for name, part in parts.items():
-            if name in self.gradients and (isinstance(factor, Tensor) or factor):
-                part.copy_(self.gradients[name]).mul_(factor)
-            else:
-                part.zero_()
-        return flat
+        known = None if isinstance(factor, Tensor) else float(factor)
+
+        def scaled(name: str, parameter: Tensor) -> Tensor:
+            if name not in self.gradients or known == 0:
+                return torch.zeros_like(parameter)
+            gradient = self.gradients[name]
+            is_one = known is not None and abs(known - 1) < ROUNDING
+            return gradient if is_one else gradient * factor  # new memory costs more than the product
+
+        return {name: scaled(name, parameter) for name, parameter in self._parameters.items()}
 
     def added(self, name: str) -> Tensor:
         """What the step added to ``.grad``, float64, in the shape of the parameter.

@@ -9,39 +9,32 @@ gradients wrong when it is taken at arrival.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.arrivals import Arrivals
 from distcockpit.batch_axes import BatchAxes, given_shapes, shapes_of
-from distcockpit.captured import (
-    ForwardPass,
-    Loss,
-    LossCall,
-    Micro,
-    received,
-)
+from distcockpit.captured import ForwardPass, Loss, LossCall, Micro, received
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.hooks import Hook
 from distcockpit.interpretation import Interpretation, interpret
-from distcockpit.loop import LoopWatch
+from distcockpit.loop import LoopWatch, differentiated
 from distcockpit.loss_calls import LossCalls
+from distcockpit.mixed import OutputsOfCalls
 from distcockpit.module_state import ModuleStates
-from distcockpit.objective import Objective, Root
+from distcockpit.objective import Objective
 from distcockpit.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.own_copies import OwnCopies
 from distcockpit.reductions import arguments_of_loss, terms_inside
@@ -146,18 +139,14 @@ class Capture:
         self._passes: list[ForwardPass] = []
         self.objective = Objective(self._passes, axes.of_terms, thorough, tracked or {})
         self._is_loops, self._steps_away = tracked is not None, 0
-        self._edges: list[
-            tuple[Any, Callable[[Tensor], None], Use]
-        ] = []  # outputs of calls, until they are differentiated
+        self._outputs = OutputsOfCalls()
         self._loop = LoopWatch(self._see_in_loop, self._differentiates)
         self._gradients = Copies()
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
-        self._late: tuple[nn.Module, Watch] | None = (
-            None  # a module called by the backward pass, and what sees its calls
-        )
+        self._late: tuple[nn.Module, Watch] | None = None  # called by the backward pass, and what sees its calls
         self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
         self._runs = Runs(model)
         self._parameters = ""
@@ -447,46 +436,24 @@ class Capture:
 
     @_harmless
     def _prepare(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None] | None:
-        given = dict(zip(("tensors", "gradients"), args, strict=False)) if function is not torch.autograd.grad else {}
-        if function is torch.autograd.grad:
-            bound = GRAD.bind(*args, **kwargs)
-            bound.apply_defaults()
-            options = bound.arguments
-            if options["create_graph"] or not self._are_parameters(options["inputs"]):
-                self.objective.has_gradients |= options["create_graph"]
-                return self._away()
-            given = {"tensors": options["outputs"], "gradients": options["grad_outputs"]}
-        else:
-            for ours, theirs in (("tensors", "tensors"), ("gradients", "gradient"), ("gradients", "grad_tensors")):
-                if theirs in kwargs:
-                    given[ours] = kwargs[theirs]
-        roots, gradients = _listed(given["tensors"]), _listed(given.get("gradients"))
+        asked = differentiated(function, args, kwargs)
+        if function is torch.autograd.grad and (asked.creates_graph or not self._are_parameters(asked.inputs)):
+            self.objective.has_gradients |= asked.creates_graph
+            for tensor, _ in asked.roots:
+                self.objective.sets_aside(tensor)
+            return self._away()
         with torch._C.DisableTorchFunction(), undisturbed():
-            for k, tensor in enumerate(roots):
-                root = self.objective.differentiate(tensor, gradients[k] if k < len(gradients) else None, self._on_node)
+            for tensor, gradient in asked.roots:
+                root = self.objective.differentiate(tensor, gradient, self._on_node)
                 if root is not None and self.objective.splits(root):
-                    self._split(root)
-        self._edges.clear()
+                    with self._away():
+                        self._outputs.differentiate(root)
+        self._outputs.clear()
         return None
 
-    def _split(self, root: Root) -> None:
-        """Differentiate each part of the loss by itself, as far as the outputs of calls with parameters."""
-        edges: Any = [edge for edge, _, _ in self._edges]
-        try:
-            with self._away():
-                for part in root.parts:
-                    at: Any = [GradientEdge(*cast(Any, part.edge))]
-                    found = torch.autograd.grad(at, edges, None, True, allow_unused=True)
-                    for (_, receive, use), gradient in zip(self._edges, found, strict=True):
-                        if gradient is not None:
-                            use.receive_of_part(part, gradient, receive)
-        except RuntimeError:  # checkpointing with use_reentrant=True, for example: the parts stay unknown
-            for _, _, use in self._edges:
-                use.by_part.clear()
-
-    def _are_parameters(self, inputs: Any) -> bool:
+    def _are_parameters(self, inputs: Sequence[Any]) -> bool:
         tracked = {id(p) for p in self._model.parameters()}
-        return all(id(each) in tracked for each in _listed(inputs))
+        return all(id(each) in tracked for each in inputs)
 
     @contextmanager
     def _away(self) -> Generator[None, None, None]:
@@ -677,7 +644,7 @@ class Capture:
 
         self._handles.append(tensor.register_hook(functools.partial(hook, self)))
         if isinstance(of, Use) and self._is_loops and self.objective.may_split:
-            self._edges.append((get_gradient_edge(tensor), receive, of))
+            self._outputs.keep(tensor, receive, of)
 
     def uses(self) -> list[Use]:
         """The calls of layers that gradients reached, in the order of the forward passes."""
@@ -698,6 +665,8 @@ class Capture:
                 "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
                 "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
             )
+        for forward in [each for each in self._passes if each.is_aside and not each.went_backward]:
+            self._forget(forward)
         self._runs.check_layers()
         self._runs.check_kept()
         self._axes.settle(self._model, self._passes, self._functions)
@@ -709,14 +678,6 @@ class Capture:
             self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale.result()[0]))
         )
         return interpret(self.micros, self.objective, loss, self._batch_size, skips=self._settled)
-
-
-GRAD = inspect.signature(torch.autograd.grad)
-
-
-def _listed(tensors: Any) -> list[Any]:
-    """One or several, as a list."""
-    return [] if tensors is None else [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 _running: list[Capture] = []

@@ -46,6 +46,7 @@ class ForwardPass:
     axes: Axes = ()  # where the batch is in each tensor of the output
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # by position among the output's tensors
     is_open: bool = True  # until the model returns
+    is_aside: bool = False  # whether its outputs were differentiated for something else, such as adversarial inputs
 
     @property
     def went_backward(self) -> bool:

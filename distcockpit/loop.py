@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +20,36 @@ from distcockpit.trees import tensors
 
 MULTIPLYING = (Tensor.mul, torch.mul)
 SCALER = inspect.getsourcefile(torch.amp.GradScaler)
-BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+ROOTS: dict[Callable[..., Any], tuple[str, str]] = {
+    Tensor.backward: ("self", "gradient"),
+    torch.autograd.backward: ("tensors", "grad_tensors"),
+    torch.autograd.grad: ("outputs", "grad_outputs"),
+}
+"""What differentiates: the names of the arguments for what it starts from, and for the gradients there."""
+SIGNATURES = {function: inspect.signature(function) for function in ROOTS}
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """What a call of the loop differentiates."""
+
+    roots: Sequence[tuple[Tensor, Tensor | None]]  # each with the gradient there; `None`: 1
+    inputs: Sequence[Any]  # with respect to these alone, if the call says so
+    creates_graph: bool
+
+
+def differentiated(function: Callable[..., Any], args: Any, kwargs: Any) -> Differentiated:
+    """The arguments of a function of ``ROOTS``."""
+    bound = SIGNATURES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    roots, gradients = (_listed(bound.arguments[name]) for name in ROOTS[function])
+    pairs = list(zip_longest(roots, gradients))
+    return Differentiated(pairs, _listed(bound.arguments["inputs"]), bound.arguments["create_graph"])
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """One or several, as a list."""
+    return [] if tensors is None else [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 class LoopWatch(Mode):
@@ -52,7 +83,7 @@ class LoopWatch(Mode):
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
-        if func in BACKWARD:
+        if func in ROOTS:
             with self._on_backward(func, args, kwargs):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)

@@ -9,14 +9,48 @@ parameters, and the ranks tell each other the divisors of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distcockpit.captured import Captured
+from distcockpit.gradients.uses import Use
 from distcockpit.interpretation import Terms
+from distcockpit.objective import Root
 from distcockpit.reduce import World
+
+
+class OutputsOfCalls:
+    """Where the calls with parameters end in the graph of autograd, until it is differentiated."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[GradientEdge, Callable[[Tensor], None], Use]] = []
+
+    def keep(self, output: Tensor, receive: Callable[[Tensor], None], use: Use) -> None:
+        """A call returned this; ``receive`` gives its gradients to the use."""
+        self._kept.append((get_gradient_edge(output), receive, use))
+
+    def differentiate(self, root: Root) -> None:
+        """Hand the gradients of each part of a loss to the calls, one by one."""
+        edges = [edge for edge, _, _ in self._kept]
+        try:
+            for part in root.parts:
+                at = GradientEdge(*cast(Any, part.edge))
+                found = torch.autograd.grad(cast(Any, at), cast(Any, edges), None, True, allow_unused=True)
+                for (_, receive, use), gradient in zip(self._kept, found, strict=True):
+                    if gradient is not None:
+                        use.receive_of_part(part, gradient, receive)
+        except RuntimeError:  # checkpointing with use_reentrant=True, for example: the parts stay unknown
+            for _, _, use in self._kept:
+                use.by_part.clear()
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        self._kept.clear()
 
 
 def unmix(captured: Sequence[Captured], times: int, weight: float, world: World) -> bool:
@@ -62,6 +96,6 @@ def _divide(micro: Captured, ratios: Sequence[float]) -> None:
             for position, gradient in use.by_part.get(terms.part, {}).items():
                 part = gradient * (terms.factor * ratio / micro.scale.unscale)
                 gradients[position] = gradients[position] + part if position in gradients else part
-        use.output_gradients = gradients
+        use.have(gradients)
     individual = sum(terms.individual * ratio for terms, ratio in zip(micro.terms, ratios, strict=True))
     micro.scale = replace(micro.scale, individual=individual, total=individual.sum())

@@ -261,6 +261,11 @@ class Objective:
             self._learn(tensor, gradient, root)
         return root
 
+    def sets_aside(self, tensor: Tensor) -> None:
+        """Gradients are taken of this that the optimizer does not get: passes with no others are none of the step's."""
+        for forward in () if tensor.grad_fn is None else self._passes_behind(tensor.grad_fn):
+            forward.is_aside = True
+
     def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
         """What lies behind a node that depends on samples, where the path does not end there."""
         number = number_of(node)

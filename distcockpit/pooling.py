@@ -102,16 +102,20 @@ class Exchanges:
             vectors: By kind: one vector, or its parts in the order of the tracked parameters.
 
         Returns:
-            Flat totals, float64, by kind.
+            Flat totals, float64, by kind; with one rank all but the mean, which needs no exchange and no copy.
         """
         if not self._to_pool:
             return {}
-        parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in self.kinds}
-        if self._setup.world.size == 1:  # nothing will be added in place, so nothing need be copied
+        if self._setup.world.size == 1:
             self._to_pool = False
+            parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in self.kinds if kind != MEAN}
             return {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
-        total = self._pool(torch.cat([part for own in parts.values() for part in own]))
-        return dict(zip(self.kinds, total.split([self._size(kind) for kind in self.kinds]), strict=True))
+        sizes = [self._size(kind) for kind in self.kinds]
+        buffer = torch.empty(sum(sizes), dtype=torch.float64, device=self._setup.device)
+        own = [part for kind in self.kinds for part in vectors[kind]]
+        for place, part in zip(buffer.split([part.numel() for part in own]), own, strict=True):
+            place.copy_(part.reshape(-1))
+        return dict(zip(self.kinds, self._pool(buffer).split(sizes), strict=True))
 
     def _size(self, kind: object) -> int:
         facts = self._setup.facts
@@ -237,22 +241,22 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
 
     names, blocks = list(parameters), setup.block_elements
     summed = _summed(session, side, exchanges, batches, statistics, norms)
-    own = ByParameter(nothing, {}) if summed.part is None else ByParameter(summed.part, parameters)
+    own = summed.part
     vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
-    vectors |= {MEAN: [own.flat]}
+    vectors |= {MEAN: list(own.values())}
     vectors |= {} if summed.squares is None else {SQUARES: [summed.squares]}
-    vectors |= {AVERAGED: [side.arrivals.flat()]} if AVERAGED in exchanges.kinds else {}
+    vectors |= {AVERAGED: list(side.arrivals.times(1).values())} if AVERAGED in exchanges.kinds else {}
     if ROUNDING in exchanges.kinds and norms is not None:
         vectors |= {ROUNDING: [summed.rounded.pooled(name, norms) for name in names]}
     pooled = exchanges.pool(vectors)
-    mean = ByParameter(pooled[MEAN], parameters) if MEAN in pooled else ByParameter(nothing, {})
+    mean = ByParameter.of(pooled[MEAN], parameters) if MEAN in pooled else own
     mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
     if ROUNDING in pooled and norms is not None:
         again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, pool.n)
         if again:
             _sum_exactly(again, batches, side, exchanges, blocks, norms, own, mean)
             mean_squared = kernels.squared_norms(list(mean.values()))
-    onto = Projection(mean, len(losses)) if active.wants("projections") else None
+    onto = Projection(mean, len(losses), in_double=True) if active.wants("projections") else None
     once_more = setup.memory_budget if side.keeps else 0
     walk(batches, every_parameter, names, [*summed.left, *([] if onto is None else [onto])], blocks, once_more)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
@@ -280,7 +284,7 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         squared_norms=nothing if norms is None else norms.flat,
         projections=nothing if onto is None else onto.values[0],
         shard=Shard(
-            mean=mean.flat[mine],
+            mean=mean.flat[mine] if mean and pooled.keys() - {MEAN, ROUNDING, AVERAGED} else nothing,
             squares=pooled.get(SQUARES, nothing)[mine],
             curvature={kind: flat[mine] for kind, flat in pooled.items() if isinstance(kind, Curvature)},
         ),
@@ -312,8 +316,8 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
 class _Summed:
     """What the individual gradients of this rank add up to."""
 
-    part: Tensor | None  # of G; flat, float64
-    squares: Tensor | None  # of their elements, likewise
+    part: ByParameter  # of G
+    squares: Tensor | None  # of their elements; flat, float64
     rounded: RoundedNorms  # of the parameters whose part of G is autograd's, beside sums of squares
     left: Sequence[Statistic]  # what was not fed
 
@@ -340,7 +344,7 @@ def _summed(
         if told is not None:
             rounded = RoundedNorms(parameters, factors)
     if told is not None and not active.subtracts_squares:
-        return _Summed(told, None, rounded, statistics)
+        return _Summed(ByParameter(told), None, rounded, statistics)
     exact = {name: p for name, p in parameters.items() if name not in rounded.values}
     powers = PowerSums(exact) if SQUARES in exchanges.kinds else None
     adding = powers or (GradientSum(exact) if MEAN in exchanges.kinds else None)
@@ -353,13 +357,10 @@ def _summed(
         norms.replace(rounded)
     if adding is not None:
         adding.flat.div_(side.pool.n)
-        if told is None:
-            told = adding.flat
-        else:
-            parts = ByParameter(told, parameters)
-            for name, part in adding.sums.items():
-                parts[name].copy_(part)
-    return _Summed(told, None if powers is None else powers.flat_squares, rounded, [])
+    part = ByParameter({}) if adding is None else ByParameter.of(adding.flat, exact)
+    if told is not None:
+        part = ByParameter({name: part[name] if name in part else told[name] for name in told})
+    return _Summed(part, None if powers is None else powers.flat_squares, rounded, [])
 
 
 def _sum_exactly(
@@ -378,21 +379,20 @@ def _sum_exactly(
     again, adding = SquaredNorms(parameters), GradientSum(parameters)
     walk(batches, side.present.every, names, [again, adding], block_elements)
     norms.replace(again)
-    pooled = ByParameter(exchanges.pool_more(adding.flat.div_(side.pool.n)), parameters)
-    for name in names:
-        own[name].copy_(adding.sums[name])
-        mean[name].copy_(pooled[name])
+    pooled = ByParameter.of(exchanges.pool_more(adding.flat.div_(side.pool.n)), parameters)
+    own.replace(adding.sums)
+    mean.replace(pooled)
 
 
-def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> Tensor | None:
-    """This rank's part of G, from what arrived at the parameters; flat, float64.
+def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> dict[str, Tensor] | None:
+    """This rank's part of G, from what arrived at the parameters, by name, in the precision of autograd.
 
     ``None`` where it is not that: if several micro-batches came together, each with a scale of its own, and if
     autograd rounds it to less than float32.
     """
     present = [micro for micro in captured if micro.batch_size]
     if not present:
-        return arrivals.flat(0.0)
+        return arrivals.times(0)
     if (
         len(present) > 1
         or pool.is_mixed
@@ -402,7 +402,7 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     ):
         return None
     factor = present[0].scale.unscale * pool.samples_per_weight / pool.n
-    return arrivals.flat(factor if present[0].weight else 0.0)
+    return arrivals.times(factor if present[0].weight else 0)
 
 
 def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
@@ -419,7 +419,7 @@ def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Av
     parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=plain.device).double() for micro in own]
     factor = torch.stack([nothing, *parts]).sum()
     flat = torch.cat(held) if held else torch.zeros_like(plain)
-    return Averaged(ByParameter(flat, parameters), ByParameter(plain, parameters), factor)
+    return Averaged(ByParameter.of(flat, parameters), ByParameter.of(plain, parameters), factor)
 
 
 def _eigenvalues(

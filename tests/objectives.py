@@ -28,6 +28,7 @@ class Data:
     micro_batches: int = 1
     ranks: int = 1
     all_tokens: float = 1.0  # that count, of all micro-batches and ranks
+    all_weights: float = 1.0  # those of the classes, of all micro-batches and ranks
 
     @property
     def target(self) -> Tensor:
@@ -202,6 +203,10 @@ def tokens_and_samples(z: Tensor, d: Data, _: Any) -> Terms:
     return N / d.all_tokens * tokens(z, d, _)[0] + 0.5 * square(z.mean(1), d.target).sum(), 1
 
 
+def weighted_and_samples(z: Tensor, d: Data, _: Any) -> Terms:
+    return N / d.all_weights * weighted(z, d, _)[0] + square(z, d.target).sum(), 1
+
+
 def some(z: Tensor, d: Data, _: Any) -> Terms:
     return (nll(z, d.y) * d.chosen).sum(), d.chosen.sum()
 
@@ -301,6 +306,12 @@ def pairs(model: Any, d: Data) -> Any:
 
 def triplets(model: Any, d: Data) -> Any:
     return model(d.x), model(d.x.flip(1)), model(-d.x)
+
+
+def adversarial(model: Any, d: Data) -> Any:
+    x = d.x.clone().requires_grad_()
+    (at_inputs,) = torch.autograd.grad(model(x).square().sum(), x)
+    return model(d.x + 0.1 * at_inputs.sign())
 
 
 def divergence(out: Any, d: Data, _: Any) -> Tensor:
@@ -442,9 +453,13 @@ OBJECTIVES: dict[str, Objective] = {
         tokens_and_samples,
         Tokens,
     ),
-    "one of them inside the model": Objective(
+    "a mean weighted by class, and one over samples": Objective(
+        lambda z, d, _: F.cross_entropy(z, d.y, weight=WEIGHT) + F.mse_loss(z, d.target), weighted_and_samples
+    ),
+    "means over tokens inside the model, and over samples": Objective(
         lambda out, d, _: out[1] + 0.5 * F.mse_loss(out[0].mean(1), d.target), tokens_and_samples, Gpt, with_labels
     ),
+    "adversarial inputs": Objective(lambda z, d, _: F.cross_entropy(z, d.y), ce, call=adversarial),
     "two passes (R-Drop)": Objective(divergence, divergence_terms, call=pairs),
     "a triplet loss of three passes": Objective(
         lambda z, d, _: F.triplet_margin_loss(*z, margin=2.0),

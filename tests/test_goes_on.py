@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.quantities import HessTrace, NormTest, Quantity
+from distcockpit.quantities import GradNorm, HessTrace, NormTest, Quantity
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
 
@@ -124,9 +126,9 @@ class Noisy(torch.autograd.Function):
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0) * random.uniform(1, 2)
+        return gradients[0] * weight, (gradients[0] * x).sum(0) * random.uniform(1, 2)
 
 
 class Gate(nn.Module):
@@ -179,19 +181,29 @@ IN_THREADS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", IN_THREADS)
-def test_helper_threads(tmp_path: Path, what: str) -> None:
-    """Gradients are right; a loss that is computed elsewhere is not seen, and a notice says so."""
+def l2(model: Any) -> Tensor:
+    return 0.1 * torch.cat([p.flatten() for p in model.parameters()]).square().sum()
+
+
+def train_in_threads(store: Path, one: Any, penalty: Any = lambda net: 0.0) -> list[tuple[float, float]]:
     net, expected = mlp(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:
+    with DistCockpit(net, optimizer=optimizer, store=store, schedule=every(1)) as cockpit:
         for step in range(4):
             x, y = data(step)
             optimizer.zero_grad()
             with cockpit.track(step):
-                IN_THREADS[what](cockpit, x, y)
-            expected.append((norm(net), F.cross_entropy(net(x), y).item()))
+                one(cockpit, x, y)
+            expected.append((norm(net), (F.cross_entropy(net(x), y) + penalty(net)).item()))
             optimizer.step()
+    return expected
+
+
+@pytest.mark.parametrize("what", IN_THREADS)
+def test_helper_threads(tmp_path: Path, what: str) -> None:
+    """Gradients are right; a loss that is computed elsewhere is not seen, and a notice says so."""
+    # The loop has a thread of its own, too: numbers that autograd gives in each thread would be the same ones.
+    expected = elsewhere(train_in_threads, tmp_path / "run", IN_THREADS[what])
     run, (norms, losses) = open_run(tmp_path / "run"), zip(*expected, strict=True)
     np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-5)
     said = {each["topic"]: each["text"] for each in run.attrs.get("notices", ())}
@@ -200,6 +212,42 @@ def test_helper_threads(tmp_path: Path, what: str) -> None:
     assert run["alpha"]["alpha"].isnull().all() == (what != "the forward pass")
     assert ("losses" in said) == (what != "the forward pass")
     assert knows_loss or "not seen in this thread what is differentiated" in said["loss"]
+
+
+def test_a_penalty_beside_a_forward_pass_elsewhere(tmp_path: Path) -> None:
+    def one(model: Any, x: Tensor, y: Tensor) -> None:
+        penalty = l2(model.model)
+        (F.cross_entropy(elsewhere(model, x), y) + penalty).backward()
+
+    norms, losses = zip(*elsewhere(train_in_threads, tmp_path / "run", one, l2), strict=True)
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-5)
+    np.testing.assert_allclose(run["loss"]["loss"], losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["while the model runs", "between two layers"])
+def test_an_evaluation_in_another_thread(tmp_path: Path, where: int) -> None:
+    """It is none of the step's calls, even if it begins and ends while the model is called."""
+    net = mlp()
+    expected = elsewhere(
+        train_in_threads, tmp_path / "plain", lambda model, x, y: F.cross_entropy(model(x), y).backward()
+    )
+    here = threading.get_ident()
+
+    def evaluate(module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() == here:
+            elsewhere(torch.no_grad()(lambda: net(torch.ones(3, 5))))
+
+    (net[0].register_forward_pre_hook if where == 0 else net[0].register_forward_hook)(evaluate)
+    with DistCockpit(net, store=tmp_path / "run", quantities=["economy"], schedule=every(1)) as cockpit:
+        x, y = data(0)
+        with cockpit.track(0):
+            F.cross_entropy(cockpit(x), y).backward()
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["grad_norm"]["total"], [expected[0][0]], rtol=1e-5)
+    np.testing.assert_allclose(run["loss"]["loss"], [expected[0][1]], rtol=1e-5)
+    plain = open_run(tmp_path / "plain")["norm_test"]["norm_test"]
+    np.testing.assert_allclose(run["norm_test"]["norm_test"], plain[:1], rtol=1e-5)
 
 
 class Unknown(nn.Module):
@@ -224,3 +272,62 @@ def test_curvature_that_cannot_be_had_any_more(tmp_path: Path) -> None:
     assert not run["norm_test"]["norm_test"].isnull().any()
     (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "curvature"]
     assert notice["step"] == FAILS_AT and "hess_trace: NaN" in notice["text"]
+
+
+class OfNothing(nn.Module):
+    """Draws its samples itself, as a generator of an adversarial pair may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, n: int) -> Tensor:
+        return self.layer(torch.randn(n, 5))
+
+
+def without_a_batch(cockpit: Any, optimizer: torch.optim.Optimizer, net: nn.Module) -> list[float]:
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with cockpit.track(step):
+            cockpit(12).square().mean().backward()
+        norms.append(norm(net))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("chosen", ["economy", "GradNorm"])
+def test_a_model_that_is_given_no_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: str) -> None:
+    """Of a preset nothing is tracked, and the run goes on; who listed quantities by hand is told at the first step."""
+    torch.manual_seed(0)
+    net = OfNothing()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    quantities: Any = chosen if chosen == "economy" else [GradNorm()]
+    options: dict[str, Any] = {"optimizer": optimizer, "store": tmp_path / "run", "quantities": quantities}
+    if chosen == "economy":
+        with DistCockpit(net, schedule=every(1), **options) as cockpit:
+            norms = without_a_batch(cockpit, optimizer, net)
+        torch.manual_seed(0)
+        alone = OfNothing()
+        assert norms == without_a_batch(Untouched(alone), torch.optim.SGD(alone.parameters(), lr=0.1), alone)
+        (line,) = [each for each in caplog.messages if "batch size is unknown" in each]
+        assert "track(step, batch_size=...)" in line
+    else:
+        with (
+            pytest.raises(ValueError, match="batch size is unknown"),
+            DistCockpit(net, schedule=every(1), **options) as cockpit,
+        ):
+            without_a_batch(cockpit, optimizer, net)
+
+
+class Untouched:
+    """The model itself, in the place of a cockpit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def track(self, step: int) -> Any:
+        return nullcontext()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.model(*args)

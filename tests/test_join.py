@@ -202,3 +202,56 @@ def test_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
     run = open_run(tmp_path / "run").load()
     assert list(run["loss"]["batch_size"].values) == [48, 48, 24, 24]
     assert np.isfinite(run["mean_gsnr"]["mean_gsnr"]).all()
+
+
+FAULT_AT, LEFT = 3, 2  # the step of what happens, and how many steps the first rank has data for
+
+
+def train_with(rank: int, size: int, group: Any, store: str, what: str, joins: bool) -> int:
+    """Two epochs of five steps; the first rank runs out of data in both. Says how many steps this rank made."""
+    net = cases.initialised("mlp")
+    model, steps = DistributedDataParallel(net, process_group=group), 0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weight = torch.linspace(0.5, 2.0, net(cases.data("mlp", "mean", 0)[0][:1]).shape[1])
+    chosen = [q.GradNorm(), q.NormTest(), q.Loss()]
+    with DistCockpit(model, optimizer=optimizer, store=store, quantities=chosen, schedule=every(1)) as cockpit:
+        for epoch in range(2):
+            with Join([model, cockpit], enable=joins):
+                for k in range(5):
+                    step, sizes = 5 * epoch + k, [0 if k >= LEFT else 6, 7, 3, 5]
+                    if joins and not sizes[rank]:
+                        break
+                    if what == "the model changes" and (step == FAULT_AT or rank == 0 and step == 5):
+                        net[1] = nn.GELU()
+                    x, y = cases.data("mlp", "mean", step, sum(sizes))
+                    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+                    optimizer.zero_grad()
+                    with cockpit.track(step):
+                        z = cockpit(x[mine])
+                        loss = nn.functional.cross_entropy(z, y[mine], weight=weight) if sizes[rank] else 0 * z.sum()
+                        if what == "two divisors" and sizes[rank]:
+                            loss = loss + nn.functional.mse_loss(z, x[mine, : z.shape[1]])
+                        for _ in range(2 if what == "a step is left out" and rank == 1 and step == FAULT_AT else 0):
+                            cockpit.record_losses(nn.functional.cross_entropy(z, y[mine], reduction="none"))
+                        loss.backward()
+                    steps += 1  # nothing is learned, so that all rows are about the same parameters
+    return steps
+
+
+@pytest.mark.parametrize("what", ["two divisors", "a step is left out", "the model changes"])
+def test_what_happens_while_a_rank_has_no_data(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    made = ranks.run(4, train_with, str(tmp_path / "run"), what, True)
+    assert made == [4, 10, 10, 10]
+    run = open_run(tmp_path / "run").load()
+    steps = run["grad_norm"]["step"].values.tolist()
+    assert steps[:3] == [0, 1, 2] and not run["grad_norm"]["total"].isnull().any()
+    if what == "two divisors":
+        ranks.run(4, train_with, str(tmp_path / "plain"), what, False)
+        plain = open_run(tmp_path / "plain").load()
+        for quantity, field in (("grad_norm", "total"), ("norm_test", "norm_test"), ("loss", "loss")):
+            np.testing.assert_allclose(run[quantity][field], plain[quantity][field], rtol=1e-6)
+        assert steps == list(range(10))
+    elif what == "a step is left out":
+        assert steps == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    else:  # those at which the models differed are left out
+        assert steps == [0, 1, 2, 5, 6, 7, 8, 9]

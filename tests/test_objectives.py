@@ -106,17 +106,17 @@ class Whole(nn.Module):
     def forward(self, x: Tensor) -> Any:
         self.note(self.net)
         d = Data(x, torch.zeros(len(x), dtype=torch.int64))
-        passes = self.call in (objectives.pairs, objectives.triplets)
+        passes = self.call in (objectives.pairs, objectives.triplets, objectives.adversarial)
         return self.call(self.net, d) if passes else self.net(x)
 
 
 def expected(objective: Objective, state: dict[str, Tensor], step: int) -> oracle.Batch:
     """The batch as one process sees it, a sample at a time."""
     everything, called = data(step), []
-    tokens = float((everything.tokens != -100).sum())
+    of_all = float((everything.tokens != -100).sum()), float(objectives.WEIGHT[everything.y].sum())
 
     def terms(out: Any, i: Tensor) -> tuple[Tensor, Any]:
-        return objective.terms(out, Data(everything.x[i].double(), everything.y[i], 1, 1, tokens), called[-1])
+        return objective.terms(out, Data(everything.x[i].double(), everything.y[i], 1, 1, *of_all), called[-1])
 
     whole, places = Whole(objective, called), torch.arange(objectives.N)
     return oracle.batch(whole, {f"net.{k}": v for k, v in state.items()}, terms, everything.x, places)
@@ -152,6 +152,26 @@ def test_means_over_tokens_and_samples_where_autograds_sums_would_do(ranks: Rank
     states = ranks.run(4, train, name, str(tmp_path / "run"), "4 ranks, scaler", [GradNorm()])[0]
     norms = [np.linalg.norm(expected(OBJECTIVES[name], state, k).flat.mean(0)) for k, state in enumerate(states[:3])]
     np.testing.assert_allclose(open_run(tmp_path / "run")["grad_norm"]["total"], norms, rtol=1e-4)
+
+
+def test_divisors_that_agree_at_some_steps(tmp_path: Path) -> None:
+    """Class weights and samples: at the second step, and the third, the weights of all micro-batches are the same."""
+    net = initialised(OBJECTIVES["class weights"])
+    with DistCockpit(net, store=tmp_path / "run", quantities=[GradNorm()], schedule=every(1)) as cockpit:
+        d, norms = data(0), []
+        for step in range(6):
+            y = d.y if step not in (1, 2) else torch.zeros_like(d.y)
+            with cockpit.track(step):
+                for x, labels in zip(d.x.split(8), y.split(8), strict=True):
+                    part = Data(x, labels)
+                    z = cockpit(x)
+                    loss = F.cross_entropy(z, labels, weight=objectives.WEIGHT) + F.mse_loss(z, part.target)
+                    (loss / 3).backward()
+            weights = objectives.WEIGHT[y]
+            z = net(d.x)
+            total = (weights * F.cross_entropy(z, y, reduction="none")).sum() / weights.sum() + F.mse_loss(z, d.target)
+            norms.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, list(net.parameters()))]).norm())
+    np.testing.assert_allclose(open_run(tmp_path / "run")["grad_norm"]["total"], torch.stack(norms), rtol=1e-4)
 
 
 class Checkpointed(objectives.Tokens):

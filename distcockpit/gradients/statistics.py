@@ -201,12 +201,17 @@ def grams(*factors: Tensor) -> list[Tensor]:
 class Projection(Statistic):
     """``<g_i, v_k>`` for every sample of the local batch and K vectors without common parameters: float64 ``[K, B]``.
 
-    With a direction in float64 that is the precision, also of the products where a layer has one for each sample: the
-    variance of the projections over samples may be small against their mean.
+    With ``in_double`` products are in float64 where a layer has one for each sample: the variance of the projections
+    over samples may be small against their mean.
     """
 
     def __init__(
-        self, direction: Mapping[str, Tensor], batch_size: int, parts: Sequence[Sequence[str]] | None = None
+        self,
+        direction: Mapping[str, Tensor],
+        batch_size: int,
+        parts: Sequence[Sequence[str]] | None = None,
+        *,
+        in_double: bool = False,
     ) -> None:
         """Without ``parts``, there is one vector: the direction.
 
@@ -214,8 +219,9 @@ class Projection(Statistic):
             direction: All of them together, by parameter.
             batch_size: B.
             parts: The parameters of each.
+            in_double: Whether products of a layer that has one for each sample are in float64.
         """
-        self.direction = direction
+        self.direction, self._in_double = direction, in_double
         self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
         device = next(iter(direction.values())).device
         self.values = torch.zeros(len(parts or [0]), batch_size, dtype=torch.float64, device=device)
@@ -228,8 +234,10 @@ class Projection(Statistic):
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
         """The derivative of the output in this direction, times the output gradient: ``[K, B]``."""
         by_part: dict[int, dict[str, Tensor]] = {}
+        in_double = self._in_double and all(delta.dim() == 2 for delta in use.output_gradients.values())
         for local, name in parameters.items():
-            by_part.setdefault(self._part[name], {})[local] = self.direction[name]
+            direction = self.direction[name]
+            by_part.setdefault(self._part[name], {})[local] = direction.double() if in_double else direction
         found = {k: rule_of(use).along(use, part) for k, part in by_part.items()}
         known = {k: values for k, values in found.items() if values is not None}
         if len(known) < len(found):

@@ -178,12 +178,16 @@ class Use:
     def receive_of_part(self, part: Any, gradient: Tensor, receive: Callable[[Tensor], None]) -> None:
         """A part of the loss has this gradient at an output; ``receive`` would add it to the whole one."""
         whole = dict(self.output_gradients)
-        self.output_gradients.clear()
-        self.output_gradients.update(self.by_part.get(part, {}))
+        self.have(self.by_part.get(part, {}))
         receive(gradient)
         self.by_part[part] = dict(self.output_gradients)
+        self.have(whole)
+
+    def have(self, gradients: Mapping[int, Tensor]) -> None:
+        """Have these output gradients instead, and nothing that was worked out from others."""
         self.output_gradients.clear()
-        self.output_gradients.update(whole)
+        self.output_gradients.update(gradients)
+        self.found.clear()
 
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """The same call, for these parameters of its layer."""

@@ -108,29 +108,42 @@ class Model:
 
 
 class ByParameter(Mapping[str, Tensor]):
-    """Parts of one vector, by parameter and in its shape; cut when they are asked for.
+    """A tensor for each parameter, in its shape.
 
     Args:
-        flat: The vector, ``[P]``.
-        like: The parameters, whose elements it has in their order.
+        parts: By name, in the order of the parameters.
     """
 
-    def __init__(self, flat: Tensor, like: Mapping[str, Tensor]) -> None:
-        self.flat, self._like = flat, like
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self._parts = dict(parts)
+
+    @classmethod
+    def of(cls, flat: Tensor, like: Mapping[str, Tensor]) -> ByParameter:
+        """Cut a vector ``[P]`` into these shapes."""
+        parts = zip(like.items(), flat.split([p.numel() for p in like.values()]), strict=True)
+        result = cls({name: part.view(p.shape) for (name, p), part in parts})
+        result.flat = flat
+        return result
 
     @cached_property
-    def _parts(self) -> dict[str, Tensor]:
-        parts = self.flat.split([p.numel() for p in self._like.values()])
-        return {name: part.view(p.shape) for (name, p), part in zip(self._like.items(), parts, strict=True)}
+    def flat(self) -> Tensor:
+        """All of them as one vector, float64 ``[P]``."""
+        parts = [part.double().reshape(-1) for part in self._parts.values()]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def replace(self, parts: Mapping[str, Tensor]) -> None:
+        """Have other tensors of some parameters."""
+        self._parts |= parts
+        vars(self).pop("flat", None)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._like)
+        return len(self._parts)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
@@ -175,7 +188,7 @@ class Shard:
     The ranges of all ranks together hold every element once. What no quantity asked for is empty.
     """
 
-    mean: Tensor  # G
+    mean: Tensor  # G; with one of the others
     squares: Tensor  # sum_i g_i^2
     curvature: Mapping[Curvature, Tensor]  # h
 
@@ -222,7 +235,7 @@ ASKED_FOR = {
     "mean_squared": ("mean_gradient", "projections"),
     "squared_norms": ("squared_norms",),
     "projections": ("projections",),
-    "shard": ("squared_gradients", "mean_gradient", "pooled_curvature"),
+    "shard": ("squared_gradients", "pooled_curvature"),
     "observed": ("outputs",),
     "output_gradients": ("output_gradients",),
     "curvature": ("curvature",),
@@ -261,8 +274,8 @@ class LocalBatch:
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    mean_gradient: ByParameter  # the pooled G, by parameter, float64
-    part_of_mean: ByParameter  # of this rank: (1/N) sum_i g_i over its samples, by parameter, float64
+    mean_gradient: ByParameter  # the pooled G, by parameter, float64; float32 where autograd gave it so to one process
+    part_of_mean: ByParameter  # of this rank: (1/N) sum_i g_i over its samples, by parameter, at least float32
     mean_squared: Tensor  # float64 [parameters]: |G|^2
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.quantities.variance import sample_variance
@@ -60,8 +61,9 @@ class GradientNoiseScale(Quantity):
         index, size = [layer_of[name] for name in batch.parameters], len(batch.model.layers)
         between = batch.vector([0.0])[0]
         if batch.local_n and batch.world_size > 1:
-            apart = (batch.part_of_mean.flat * (batch.n / batch.local_n)).sub_(batch.mean_gradient.flat)
-            between = batch.local_n * torch.dot(apart, apart)
+            own, factor = batch.part_of_mean, batch.n / batch.local_n
+            apart = [own[name].double().mul(factor).sub_(mean) for name, mean in batch.mean_gradient.items()]
+            between = batch.local_n * kernels.squared_norms(apart).sum()
         return {
             "squares": batch.collected(batch.squared_norms, index, size),
             "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size)),

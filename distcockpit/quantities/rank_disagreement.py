@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
+from distcockpit import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.schema import Field, Group, Row
@@ -41,8 +41,8 @@ class RankDisagreement(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's slots; the norm of G."""
-        mine = batch.part_of_mean.flat
-        inner, squares = torch.dot(mine, batch.mean_gradient.flat), torch.dot(mine, mine)
+        mine, mean = list(batch.part_of_mean.values()), list(batch.mean_gradient.values())
+        inner, squares = kernels.inner_products(mine, mean).sum(), kernels.squared_norms(mine).sum()
         loss = float("nan") if batch.loss is None else batch.loss
         facts = batch.vector([batch.local_n, squares, inner, loss])
         mean_squared = batch.once(lambda: batch.mean_squared.sum())

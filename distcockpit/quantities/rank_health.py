@@ -75,7 +75,7 @@ class RankHealth(Quantity):
         losses = kernels.count_nonfinite(batch.losses)
         counts = [
             losses if batch.loss is None else torch.maximum(losses, kernels.count_nonfinite(batch.loss)),
-            kernels.count_nonfinite(batch.part_of_mean.flat) if batch.has_gradients else 0,
+            sum(map(kernels.count_nonfinite, batch.part_of_mean.values())) if batch.has_gradients else 0,
             _first(outputs, list(batch.model.leaves), batch),
             _first(gradients, list(batch.model.layers), batch) if batch.has_gradients else 0,
         ]
