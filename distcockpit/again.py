@@ -149,6 +149,7 @@ def _recaptured(
             yield again, tensors(output)
     finally:
         again.stop()
+        again.let_go()
 
 
 def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
@@ -200,7 +201,7 @@ def differentiated_again(
                 [g.to(outputs[position].dtype) for position, g in forward.output_gradients.items()],
                 allow_unused=True,
             )
-        uses += again.uses()
+            uses += again.uses()
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 dense = gradient.to_dense().double()

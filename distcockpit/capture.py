@@ -199,6 +199,16 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
+    def let_go(self) -> None:
+        """Hold nothing of the step any more.
+
+        Hooks, watches and what they fill refer to each other, so that memory would stay until the next run of the
+        garbage collector. A call in another thread may still meet a hook.
+        """
+        self.fault = self.fault or RuntimeError("The step has ended.")
+        for name in vars(self).keys() - {"fault", "_calls", "_late", "_loop", "_open", "_steps_away", "_thread"}:
+            delattr(self, name)
+
     def give_up(self, error: Exception) -> None:
         """Look no more: something is wrong.
 

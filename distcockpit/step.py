@@ -89,6 +89,8 @@ class TrackedStep:
 
     def _leave(self) -> None:
         self._eager.close()
+        if self._capture is not None:
+            self._capture.let_go()
         self._session.end()
 
     def __exit__(
