@@ -21,11 +21,11 @@ from rich.table import Table
 from distcockpit import open_run
 from distcockpit import quantities as q
 from distcockpit.instruments import INSTRUMENTS
-from distcockpit.keys import FolderKeys
-from distcockpit.page.content import content
-from distcockpit.page.html import html
 from distcockpit.quantities.batch import Model
-from distcockpit.store import RunStore
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.view.page.content import content
+from distcockpit.view.page.html import html
 
 SHAPES = {f"layers.{k}.{part}": (8, 8) for k in range(4) for part in ("weight", "bias")}
 QUANTITIES = [

@@ -16,15 +16,16 @@ from click.shell_completion import get_completion_class
 from rich.filesize import decimal
 from rich.live import Live as LiveView
 
-from distcockpit import __version__, terminal
-from distcockpit.console import bar, check_place, check_suffix, console, needs, needs_view, progress, refuse
+from distcockpit import __version__
 from distcockpit.findings import check
-from distcockpit.keys import keys_of
-from distcockpit.names import plain
-from distcockpit.reading import commit
 from distcockpit.run import open_run
 from distcockpit.run import verify as verify_run
-from distcockpit.summary import facts, summary
+from distcockpit.store.keys import keys_of
+from distcockpit.store.names import plain
+from distcockpit.store.reading import commit
+from distcockpit.view import terminal
+from distcockpit.view.console import bar, check_place, check_suffix, console, needs, needs_view, progress, refuse
+from distcockpit.view.summary import facts, summary
 
 
 class _Run(click.Path):
@@ -145,7 +146,7 @@ def watch(
     if in_terminal:
         return _watch_here(run, storage_options, refresh)
     with needs_view():
-        from distcockpit.page.server import Live, serve
+        from distcockpit.view.page.server import Live, serve
 
     name = _names((run,))
     live = Live(
@@ -170,7 +171,7 @@ def watch(
 @click.option("--quantity", "only", multiple=True, metavar="NAME", help="Only this one; may be given several times.")
 def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind: str, only: tuple[str, ...]) -> None:
     """Write a run in another tool's format: TensorBoard event files, or a CSV or Parquet table per quantity."""
-    from distcockpit.export import FORMATS
+    from distcockpit.view.export import FORMATS
 
     check_place(output, run)
     tree = open_run(run, storage_options)
@@ -226,8 +227,8 @@ def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
 def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
     with needs_view():
         from distcockpit.instruments import INSTRUMENTS
-        from distcockpit.page.content import content
-        from distcockpit.page.html import html
+        from distcockpit.view.page.content import content
+        from distcockpit.view.page.html import html
     named = dict(zip(_names(tuple(trees)), trees.values(), strict=True))
     with progress("report", len(INSTRUMENTS) * len(trees)) as step:
         text = html(content(named, step))

@@ -16,10 +16,22 @@ from torch.distributed.algorithms import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zarr.abc.store import Store
 
-from distcockpit import state
-from distcockpit.agreed import Setup, model_facts
-from distcockpit.announcement import announce
-from distcockpit.arguments import (
+from distcockpit.capture.batch_axes import BatchAxes
+from distcockpit.capture.cover import Cover
+from distcockpit.capture.coverage import Coverage, coverage
+from distcockpit.capture.layers import batchnorms, find_layers, problem_of_batchnorm
+from distcockpit.capture.selfcheck import SelfCheck
+from distcockpit.capture.wrapped import wrappers
+from distcockpit.quantities.base import Quantity
+from distcockpit.schedules import Schedule, every
+from distcockpit.sinks import Sink
+from distcockpit.store.keys import check_store, keys_of
+from distcockpit.store.run_store import MODES, RunStore
+from distcockpit.store.writer import Pace
+from distcockpit.tracking import checkpoint
+from distcockpit.tracking.agreed import Setup, model_facts
+from distcockpit.tracking.announcement import announce
+from distcockpit.tracking.arguments import (
     Optimizers,
     attributes,
     available,
@@ -41,23 +53,11 @@ from distcockpit.arguments import (
     named_optimizers,
     segment,
 )
-from distcockpit.batch_axes import BatchAxes
-from distcockpit.cover import Cover
-from distcockpit.coverage import Coverage, coverage
-from distcockpit.keys import check_store, keys_of
-from distcockpit.layers import batchnorms, find_layers, problem_of_batchnorm
-from distcockpit.quantities.base import Quantity
-from distcockpit.recorder import Recorder
-from distcockpit.reduce import World, first_difference
-from distcockpit.schedules import Schedule, every
-from distcockpit.selfcheck import SelfCheck
-from distcockpit.session import Session
-from distcockpit.shadow import Shadow
-from distcockpit.sinks import Sink
-from distcockpit.step import TrackedStep
-from distcockpit.store import MODES, RunStore
-from distcockpit.wrapped import wrappers
-from distcockpit.writer import Pace
+from distcockpit.tracking.join import Shadow
+from distcockpit.tracking.recorder import Recorder
+from distcockpit.tracking.session import Session
+from distcockpit.tracking.step import TrackedStep
+from distcockpit.world import World, first_difference
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ class DistCockpit(Joinable):
         super().__init__()
         self.model = model
         self._session: Session | None = None
+        self._tracked: TrackedStep | None = None  # the latest
         inside = wrappers(model) if isinstance(model, nn.Module) else []
         self._ddp = next((each for each in inside if isinstance(each, DistributedDataParallel)), None)
         if not enabled or os.environ.get("DISTCOCKPIT", "").lower() == "off":
@@ -290,7 +291,10 @@ class DistCockpit(Joinable):
             step, epoch = check_step("track", step), check_epoch("track", epoch)
             check_batch(weight, batch_size)
             self._let_ddp_notify()
-        return TrackedStep(self._session, step, epoch, weight, batch_size)
+        tracked = TrackedStep(self._session, step, epoch, weight, batch_size)
+        if self._session is not None and not self._session.is_inside:
+            self._tracked = tracked
+        return tracked
 
     def record_losses(self, losses: Tensor, *, weight: float | None = None, divisor: float | None = None) -> None:
         """Hand over the losses of the latest forward pass, where they are not seen.
@@ -312,11 +316,11 @@ class DistCockpit(Joinable):
             ValueError: If the shape is another, or ``divisor`` is zero, or given where it can be measured.
             RuntimeError: If the losses of this forward pass are known already.
         """
-        if self._session is not None and self._session.inside is not None:
+        if self._session is not None and self._session.is_inside and self._tracked is not None:
             check_positive("record_losses", weight=weight, divisor=divisor)
             if divisor is not None and not divisor:
                 raise ValueError("record_losses(divisor=0): must be positive; a loss cannot have been divided by it.")
-            self._session.inside.record_losses(losses, weight, divisor)
+            self._tracked.record_losses(losses, weight, divisor)
 
     def log(
         self, step: int, *, epoch: float | None = None, reduce: str | None = None, **scalars: float | Tensor
@@ -370,7 +374,7 @@ class DistCockpit(Joinable):
         Raises:
             RuntimeError: If a step has not ended, or the ranks are at different steps.
         """
-        return {} if self._session is None else state.save(self._session)
+        return {} if self._session is None else checkpoint.save(self._session)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on as if the run had not been interrupted; before the first step, on every rank, with any number of them.
@@ -388,7 +392,7 @@ class DistCockpit(Joinable):
             ValueError: If it is not the state of such a cockpit.
         """
         if self._session is not None and state_dict:
-            state.load(self._session, state_dict)
+            checkpoint.load(self._session, state_dict)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``with Join([ddp, cockpit]):``, in either order: a rank that has run out of data contributes nothing."""

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from distcockpit.cockpit import DistCockpit
-from distcockpit.step import TrackedStep
+from distcockpit.tracking.step import TrackedStep
 
 
 class DistCockpitCallback(pl.Callback):

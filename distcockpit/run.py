@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 from zarr.abc.store import Store
 
-from distcockpit.reading import open_store, problems
+from distcockpit.store.reading import open_store, problems
 
 T = TypeVar("T")
 

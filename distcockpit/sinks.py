@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from distcockpit.names import visible
-from distcockpit.schema import Row
+from distcockpit.store.names import visible
+from distcockpit.store.schema import Row
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from distcockpit.cockpit import DistCockpit
-from distcockpit.step import TrackedStep
+from distcockpit.tracking.step import TrackedStep
 
 FILE = "distcockpit.pt"
 

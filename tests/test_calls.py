@@ -20,8 +20,8 @@ from torch.overrides import (
 from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.coverage import CALLS, CLOSED
-from distcockpit.loop import LoopWatch
+from distcockpit.capture.coverage import CALLS, CLOSED
+from distcockpit.capture.loop import LoopWatch
 from distcockpit.quantities import Alpha, GradNorm, MeanGSNR, NormTest
 
 Forward = Callable[[Any, Tensor], Tensor]

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import everything
 from waiting import HANG
 
-from distcockpit import DistCockpit, every, kernels, open_run, presets
+from distcockpit import DistCockpit, every, open_run, presets
 from distcockpit import quantities as q
+from distcockpit.gradients import kernels
 from distcockpit.gradients.convolution import ConvolutionRule
-from distcockpit.keys import FolderKeys
-from distcockpit.reduce import HEADER
+from distcockpit.store.keys import FolderKeys
+from distcockpit.world import HEADER
 
 # What makes the host wait for a device: a value is read, or the shape of a result depends on values.
 WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique", "unique_", "bincount", "equal")

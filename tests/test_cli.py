@@ -32,9 +32,9 @@ from written import Written, model
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.cli import main
-from distcockpit.export import export_csv
 from distcockpit.run import to_dataframe
-from distcockpit.terminal import view
+from distcockpit.view.export import export_csv
+from distcockpit.view.terminal import view
 
 COMMANDS = ["info", "plot", "report", "watch", "export", "verify"]
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from distcockpit.clock import Clock
-from distcockpit.reduce import Traffic
+from distcockpit.tracking.clock import Clock
+from distcockpit.world import Traffic
 
 
 def test_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.coverage import CALLS, CLOSED
+from distcockpit.capture.coverage import CALLS, CLOSED
 from distcockpit.quantities import Alpha, MeanGSNR, NormTest
 
 N = 5

@@ -22,7 +22,7 @@ from distcockpit import DistCockpit, every, open_run
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.quantities import GradNorm, HessTrace, NormTest, Quantity
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 FAILS_AT, STEPS = 3, 8
 

@@ -21,14 +21,15 @@ from torch import nn
 from train import everything
 from written import SHAPES, Written, model
 
-from distcockpit import DistCockpit, every, instruments, open_run, rows
+from distcockpit import DistCockpit, every, instruments, open_run
 from distcockpit import quantities as q
 from distcockpit.findings import check
 from distcockpit.instruments import INSTRUMENTS, panel, panels, plot_run
 from distcockpit.instruments.data import thin
 from distcockpit.instruments.panel import overlay
 from distcockpit.instruments.picture import CYCLE, Band, Line, Picture
-from distcockpit.names import plain
+from distcockpit.store import rows
+from distcockpit.store.names import plain
 
 STEPS = 24
 HOSTILE = ["<img src=x onerror=alert(1)>", "$\\frac{$", "\x1b[31mred\x1b[0m", "[bold]b[/bold]", "a\u202eb", "x" * 500]

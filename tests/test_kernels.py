@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import HANG, until
 
-from distcockpit import kernels
-from distcockpit.kernels import numba_cpu, reference
+from distcockpit.gradients import kernels
+from distcockpit.gradients.kernels import numba_cpu, reference
 
 IMPLEMENTATIONS = [reference, numba_cpu]
 RANGES = [(-2.0, 2.0), (-0.37, 0.37), (-1e-6, 1e-6), (0.0, 1.0), (-3.0, -1.0), (-1e30, 1e30)]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.coverage import CALLS
+from distcockpit.capture.coverage import CALLS
 from distcockpit.gradients import parts
 from distcockpit.quantities import (
     Alpha,
@@ -32,7 +32,7 @@ from distcockpit.quantities import (
     Quantity,
 )
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
-from distcockpit.schema import Field, Group
+from distcockpit.store.schema import Field, Group
 
 SHARDINGS = {"one": [6], "uneven 2": [4, 2], "uneven 4": [3, 1, 1, 1]}
 STEPS = 2  # the second one runs with what the first one learned

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
+from distcockpit.capture.reductions import LOSSES
 from distcockpit.quantities import Alpha, GradHist1d, GradNorm, Loss, MeanGSNR, NormTest
-from distcockpit.reductions import LOSSES
 
 BINS = np.linspace(-0.5, 0.5, 42)  # zero, where many are but for rounding, lies within one
 

@@ -25,7 +25,7 @@ from written import LAYERS, SHAPES, Written, model
 from distcockpit import open_run
 from distcockpit import quantities as q
 from distcockpit.cli import main
-from distcockpit.page.content import content
+from distcockpit.view.page.content import content
 
 CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

@@ -18,8 +18,9 @@ from test_panel import meaning, track
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, curvature, every, open_run, presets
+from distcockpit import DistCockpit, every, open_run, presets
 from distcockpit import quantities as q
+from distcockpit.curvature import diagonals
 
 # -- quantities of one's own -------------------------------------------------------------------------------------------
 
@@ -398,13 +399,13 @@ def test_a_converted_form_that_is_not_the_model(tmp_path: Path, caplog: pytest.L
 
 def test_a_diagonal_of_the_converted_form_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its largest elements must agree with products of the matrix; here one parameter's are half as large again."""
-    right = curvature._differentiate
+    right = diagonals._differentiate
 
     def wrong(extension: Any, form: nn.Module, *rest: Any) -> dict[str, Tensor]:
         diagonal = right(extension, form, *rest)
         return {k: 1.5 * d if k == "second.bias" else d for k, d in diagonal.items()}
 
-    monkeypatch.setattr(curvature, "_differentiate", wrong)
+    monkeypatch.setattr(diagonals, "_differentiate", wrong)
     net, loss_fn, (x, y) = Skips(), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
     chosen = [q.HessTrace(curvature="diag_ggn_exact")]
     cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))

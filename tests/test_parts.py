@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from distcockpit import DistCockpit, every, open_run, presets, store
+from distcockpit import DistCockpit, every, open_run, presets
 from distcockpit.instruments import plot_run
 from distcockpit.quantities import Parameters
 from distcockpit.run import verify
-from distcockpit.schema import Field, Group
+from distcockpit.store import run_store as writing
+from distcockpit.store.schema import Field, Group
 
 CHANGED_AT = 3
 BEGUN_ANEW = {"distance", "learning_rate", "time", "rank_health"}  # what differs by what was before, or by the clock
@@ -148,8 +149,8 @@ def test_rows_are_those_of_a_cockpit_that_began_there(tmp_path: Path, name: str)
 
 def test_arrays_grow_over_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parts, each committed at odd moments, and resumed in the last; plain Zarr reads what was appended."""
-    monkeypatch.setattr(store, "MAX_CHUNK_ROWS", 4)
-    monkeypatch.setattr(store, "STEP_CHUNK_ROWS", 8)
+    monkeypatch.setattr(writing, "MAX_CHUNK_ROWS", 4)
+    monkeypatch.setattr(writing, "STEP_CHUNK_ROWS", 8)
     values = np.random.default_rng(0).normal(size=(40, 9, 2))
     parts = [["b", "a"], ["c", "a", "d"], ["a"], ["f", "d", "e", "c", "g", "h", "i"]]
 
@@ -332,7 +333,7 @@ def test_a_model_that_changes_at_every_step(tmp_path: Path) -> None:
             optimizer.step()
     run = open_run(tmp_path / "run")
     np.testing.assert_allclose(run["grad_norm"]["total"], norms, rtol=1e-5)
-    assert len(run.attrs["segments"]) == store.MOST_PARTS + 1 and len(run.attrs["notices"]) == 2
+    assert len(run.attrs["segments"]) == writing.MOST_PARTS + 1 and len(run.attrs["notices"]) == 2
     assert run.attrs["segments"][-1]["last_step"] == 119
 
 

@@ -13,11 +13,12 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every, open_run, pooling
+from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.rounding import RoundedNorms
 from distcockpit.gradients.statistics import GradientSum
+from distcockpit.tracking import pooling
 
 N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
 

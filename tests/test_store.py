@@ -21,13 +21,14 @@ import zarr
 from torch import nn
 from waiting import run_program, until
 
-from distcockpit import DistCockpit, every, open_run, store
-from distcockpit.keys import FolderKeys
+from distcockpit import DistCockpit, every, open_run
 from distcockpit.presets import full
 from distcockpit.quantities import Alpha, GradHist2d, MeanGSNR
-from distcockpit.schema import Field, Group
-from distcockpit.store import RunStore
-from distcockpit.writer import Job, Pace, Writer
+from distcockpit.store import run_store as writing
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Field, Group
+from distcockpit.store.writer import Job, Pace, Writer
 
 AT = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 NOTHING = {"parameters": {}, "config": {}}
@@ -88,8 +89,8 @@ def test_chunks_are_powers_of_two_of_about_256_kb(tmp_path: Path) -> None:
 
 
 def test_values_survive_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_CHUNK_ROWS", 4)
-    monkeypatch.setattr(store, "STEP_CHUNK_ROWS", 8)
+    monkeypatch.setattr(writing, "MAX_CHUNK_ROWS", 4)
+    monkeypatch.setattr(writing, "STEP_CHUNK_ROWS", 8)
     groups = {"a": Group({"x": Field(), "v": Field(("bin",), dtype="int64")}, {"bin": 3})}
     run = run_store(tmp_path / "run", groups, {})
     expected = np.random.default_rng(0).integers(0, 99, (30, 3))
@@ -121,7 +122,7 @@ def test_rows_exist_when_the_root_document_says_so(tmp_path: Path) -> None:
 
 
 def test_names_that_appear_late_are_nan_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_CHUNK_ROWS", 4)
+    monkeypatch.setattr(writing, "MAX_CHUNK_ROWS", 4)
     run = run_store(tmp_path / "run", {}, {})
     for step in range(11):
         run.append("log", step, {"early": 1.0, **({"late": 2.0} if step >= 9 else {})}, AT)
@@ -208,7 +209,7 @@ def test_rows_arrive_without_a_flush(tmp_path: Path) -> None:
 
 
 def write_forever(path: str) -> None:
-    store.MAX_CHUNK_ROWS = 8  # many chunks
+    writing.MAX_CHUNK_ROWS = 8  # many chunks
     fields = {"x": Field(), "v": Field(("bin",), dtype="int64")}
     run = run_store(path, {"a": Group(fields, {"bin": 5}), "b": Group({"y": Field()})}, {})
     step = 0

@@ -19,13 +19,13 @@ from torch import nn
 from waiting import HANG, run_program, until
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit import store as store_module
-from distcockpit.keys import FolderKeys
 from distcockpit.quantities import GradHist2d, Loss
 from distcockpit.run import verify
-from distcockpit.schema import Field, Group
-from distcockpit.store import RunStore
-from distcockpit.writer import Job, Pace, Writer
+from distcockpit.store import run_store as store_module
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Field, Group
+from distcockpit.store.writer import Job, Pace, Writer
 
 CE = nn.CrossEntropyLoss
 QUICK = {"quantities": [Loss()], "schedule": every(1), "store_seconds": HANG, "flush_seconds": 0.2}

@@ -21,14 +21,14 @@ from waiting import run_program
 from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit import store as store_module
-from distcockpit.keys import Keys, keys_of
-from distcockpit.lock import KEY as LOCK
 from distcockpit.quantities import Alpha, GradHist1d, MeanGSNR
-from distcockpit.reading import UnsafeStoreError
 from distcockpit.run import verify
-from distcockpit.schema import Field, Group
-from distcockpit.store import RunStore
+from distcockpit.store import run_store as store_module
+from distcockpit.store.keys import Keys, keys_of
+from distcockpit.store.lock import KEY as LOCK
+from distcockpit.store.reading import UnsafeStoreError
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Field, Group
 
 AT = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 GROUPS = {
@@ -172,8 +172,8 @@ def test_one_writer(where: Place) -> None:
 def test_the_lock_of_a_dead_process_holds_nobody(tmp_path: Path) -> None:
     script = f"""
 import os
-from distcockpit.keys import FolderKeys
-from distcockpit.store import RunStore
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path

@@ -35,42 +35,115 @@ def who_imports(prefix: str) -> set[str]:
     return {f for f, tree in FILES.items() if any(n == prefix or n.startswith(f"{prefix}.") for n in imports(tree))}
 
 
-def test_edges() -> None:
-    backpack = who_imports("backpack")
-    assert backpack == {"curvature.py"}
+READING = {"store", "instruments", "findings", "view"}
+"""Folders that need no torch."""
+
+FOLDERS = {
+    "replay": set(),
+    "store": set(),
+    "gradients": {"replay"},
+    "capture": {"replay", "gradients"},
+    "curvature": {"replay", "capture"},
+    "quantities": {"store", "gradients", "curvature"},
+    "tracking": {"store", "gradients", "capture", "curvature", "quantities"},
+    "instruments": {"store"},
+    "findings": {"store"},
+    "view": {"store", "instruments", "findings"},
+}
+"""What each folder may import of the others; the table of docs/architecture.md says why."""
+
+FILES_AT_THE_ROOT = {
+    "world": set(),
+    "schedules": set(),
+    "run": {"store"},
+    "sinks": {"store"},
+    "presets": {"quantities", "schedules"},
+}
+"""What folders may import of the root, and what that imports itself."""
+
+
+def modules() -> dict[str, Path]:
+    paths = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def edges() -> dict[str, set[str]]:
+    """The modules that each imports when it is imported."""
+    every = modules()
+    return {
+        name: {
+            full if full in every else node.module
+            for node in ast.walk(FILES[str(path.relative_to(PACKAGE))])
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "distcockpit"
+            for full in (f"{node.module}.{alias.name}" for alias in node.names)
+        }
+        - {name}
+        for name, path in every.items()
+    }
+
+
+def place(module: str) -> str:
+    """The folder, or the file at the root."""
+    return (module.split(".") + [""])[1]
+
+
+def test_folders_import_only_what_they_may() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == FOLDERS.keys()
+    root = FILES_AT_THE_ROOT.keys()
+    for name, imported in edges().items():
+        here, there = place(name), {place(each) for each in imported} - {place(name)}
+        if here in FOLDERS:
+            assert there - root <= FOLDERS[here], name
+            reached = set().union(*(FILES_AT_THE_ROOT[each] for each in there & root))
+            assert reached - root <= FOLDERS[here], name
+        elif here in root:
+            assert there <= FILES_AT_THE_ROOT[here], name
+    for folder, allowed in FOLDERS.items():
+        text = (PACKAGE / folder / "__init__.py").read_text()
+        assert all(other in text.split('"""')[1] for other in allowed), folder
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    graph = edges()
+    del graph["distcockpit"]  # it imports when a name is asked for
+    while graph:
+        ends = {name for name, imported in graph.items() if not imported & graph.keys()}
+        assert ends, graph
+        graph = {name: imported for name, imported in graph.items() if name not in ends}
+
+
+def test_who_imports_which_package() -> None:
+    assert who_imports("backpack") == {"curvature/diagonals.py"}
     join = ("torch.distributed.algorithms", "torch.distributed.algorithms.")
     distributed = {f: [n for n in imports(FILES[f]) if "distributed" in n] for f in who_imports("torch.distributed")}
-    assert {f for f, names in distributed.items() if not all(n.startswith(join) for n in names)} == {"reduce.py"}
-    assert distributed.keys() - {"reduce.py"} == {"cockpit.py", "shadow.py"}  # Join's hook
+    assert {f for f, names in distributed.items() if not all(n.startswith(join) for n in names)} == {"world.py"}
+    assert distributed.keys() - {"world.py"} == {"cockpit.py", "tracking/join.py"}  # Join's hook
     writing = {f for f, tree in FILES.items() if "zarr" in imports(tree)} | who_imports("numcodecs")
-    assert writing == {"store.py", "columns.py", "reading.py"}
-    assert who_imports("zarr") - writing == {"keys.py", "cockpit.py", "run.py"}
-    assert who_imports("numba") == {"kernels/numba_loops.py"} and who_imports("scipy") == {"hessian.py"}
-    viewing = {f for f in FILES if f.startswith(("instruments/", "page/", "findings/"))}
-    viewing |= {
-        "run.py",
-        "rows.py",
-        "schema.py",
-        "summary.py",
-        "console.py",
-        "names.py",
-        "terminal.py",
-        "export.py",
-        "cli.py",
-    }
-    assert viewing <= FILES.keys() and not viewing & who_imports("torch") and len(viewing) > 30
+    assert writing == {"store/run_store.py", "store/columns.py", "store/reading.py"}
+    assert who_imports("zarr") - writing == {"store/keys.py", "cockpit.py", "run.py"}
+    assert who_imports("numba") == {"gradients/kernels/numba_loops.py"}
+    assert who_imports("scipy") == {"curvature/lanczos.py"}
+    without_torch = {f for f in FILES if f.split("/")[0] in READING} | {"run.py", "cli.py", "schedules.py"}
+    assert not without_torch & who_imports("torch") and len(without_torch) > 40
     drawing = {f for name in ("matplotlib", "plotly", "starlette", "uvicorn", "jinja2") for f in who_imports(name)}
-    assert {f for f in drawing if not f.startswith(("instruments/", "page/"))} == {"cli.py"}  # within functions
-    assert not who_imports("distcockpit.page") - {"cli.py", "page/content.py", "page/html.py", "page/server.py"}
+    assert {f for f in drawing if not f.startswith(("instruments/", "view/page/"))} == {"cli.py"}  # within functions
     assert not who_imports("torchvision")
-    assert "gradients/walk.py" in FILES and len(FILES) > 25
 
 
 def test_quantities_neither_communicate_nor_touch_a_model() -> None:
     for file, tree in FILES.items():
         if file.startswith("quantities/"):
-            forbidden = ("distcockpit.capture", "distcockpit.reduce", "distcockpit.cockpit", "torch.nn")
-            assert not [n for n in imports(tree) if n.startswith(forbidden)], file
+            assert not [n for n in imports(tree) if n.startswith(("distcockpit.world", "torch.nn"))], file
+
+
+def test_the_page_on_the_architecture_knows_every_file() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    for file, tree in FILES.items():
+        folder, _, name = file.rpartition("/")
+        if name == "__init__.py" or folder in {"quantities", "instruments"}:
+            continue  # one file each
+        first = (ast.get_docstring(tree) or "").splitlines()[0]
+        assert f"| `{file}` | {first} |" in page, f"run `python docs/files.py`: {file}"
 
 
 def test_the_oracle_shares_no_code_with_the_package() -> None:

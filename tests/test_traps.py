@@ -19,11 +19,11 @@ from torch.nn.utils import parametrizations, prune
 from waiting import run_program
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.coverage import SLOW
-from distcockpit.keys import FolderKeys
+from distcockpit.capture.coverage import SLOW
 from distcockpit.quantities import Alpha, GradHist1d, HessTrace, Loss, MeanGSNR, OutputGradientGeometry, Quantity
-from distcockpit.schema import Field, Group
-from distcockpit.store import RunStore
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Field, Group
 
 B = 8
 

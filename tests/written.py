@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from distcockpit.keys import FolderKeys
 from distcockpit.quantities import Quantity
 from distcockpit.quantities.batch import Model
-from distcockpit.schema import Group
-from distcockpit.store import RunStore
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Group
 
 SHAPES = {"0.weight": (8, 6), "0.bias": (8,), "2.weight": (8, 8), "2.bias": (8,), "4.weight": (5, 8), "4.bias": (5,)}
 LAYERS = {"0": ["0.weight", "0.bias"], "2": ["2.weight", "2.bias"], "4": ["4.weight", "4.bias"]}

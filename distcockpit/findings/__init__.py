@@ -1,4 +1,7 @@
-"""What looks wrong in a run, in words: rules on the rows of a store, each with the source that it follows."""
+"""What looks wrong in a run, in words: rules on the rows of a store, each with the source that it follows.
+
+May import: store. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import xarray as xr
 
 from distcockpit.findings import layers, numbers, ranks, steps  # noqa: F401 - they add their rules
 from distcockpit.findings.rule import RULES, WRONG, Checked, Finding
-from distcockpit.rows import find
+from distcockpit.store.rows import find
 
 __all__ = ["RULES", "Checked", "Finding", "check"]
 

@@ -7,8 +7,8 @@ import pandas as pd
 import xarray as xr
 
 from distcockpit.findings.rule import LOOK, MOST_ROWS, WINDOW, WRONG, Told, rule, some
-from distcockpit.names import plain
-from distcockpit.rows import portion
+from distcockpit.store.names import plain
+from distcockpit.store.rows import portion
 
 
 @rule(

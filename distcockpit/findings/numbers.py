@@ -6,8 +6,8 @@ import numpy as np
 import xarray as xr
 
 from distcockpit.findings.rule import LOOK, RANKS, STEP, WINDOW, WRONG, Told, listed, rule, windows
-from distcockpit.names import plain
-from distcockpit.rows import in_blocks
+from distcockpit.store.names import plain
+from distcockpit.store.rows import in_blocks
 
 NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product of an infinity is a step"
 

@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 
 from distcockpit.findings.rule import LOOK, MOST_ROWS, RANKS, STEP, WINDOW, WRONG, Told, others, rule
-from distcockpit.rows import few
+from distcockpit.store.rows import few
 
 
 @rule(

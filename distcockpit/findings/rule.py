@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 from numpy.typing import NDArray
 
-from distcockpit.names import plain
+from distcockpit.store.names import plain
 
 WRONG, LOOK = "wrong", "look"
 """How sure a rule is: something is broken; or something is unusual, and may be meant."""

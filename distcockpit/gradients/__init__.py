@@ -1,1 +1,4 @@
-"""Per-sample gradient algebra: from the factors of a layer to sums over individual gradients."""
+"""Individual gradients of calls: closed forms, reruns of any other function, and sums over samples in one walk.
+
+May import: replay.
+"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Axis, Blocks, Rule, Use
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Rows
 from distcockpit.gradients.uses import Blocks, Rule, Use
 

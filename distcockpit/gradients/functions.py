@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distcockpit.gradients.forms import FUNCTIONS
 from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
 from distcockpit.gradients.uses import CALLS, Layer
-from distcockpit.rng import RandomState
-from distcockpit.trees import map_tensors, tensors
+from distcockpit.replay.rng import RandomState
+from distcockpit.replay.trees import map_tensors, tensors
 
 
 def called_with(names: Iterable[str]) -> str:

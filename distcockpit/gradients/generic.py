@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from distcockpit.checkpointing import kept_activations
 from distcockpit.gradients import parts
 from distcockpit.gradients.parts import Drawn
 from distcockpit.gradients.uses import Blocks, Rule, Use, to_front
-from distcockpit.rng import unchanged
-from distcockpit.trees import map_tensors, tensors
+from distcockpit.replay.checkpointing import kept_activations
+from distcockpit.replay.rng import unchanged
+from distcockpit.replay.trees import map_tensors, tensors
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Blocks, Rule, Use
 

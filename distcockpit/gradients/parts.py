@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcockpit.gradients.uses import Axes, Axis, Folded, Use, from_front, to_front
-from distcockpit.trees import map_tensors, tensors
+from distcockpit.replay.trees import map_tensors, tensors
 
 FEW = 8  # samples that a module is run on together: fewer leave less to do for nothing, more have less overhead
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms, grams

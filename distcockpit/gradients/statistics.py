@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Rows
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
@@ -303,7 +303,7 @@ def _finite_abs(values: Tensor) -> Tensor:
 
 
 class Histogram1d(Statistic):
-    """Counts of all elements: int64, shape ``[b + 5]``, see :mod:`distcockpit.kernels` for the slots."""
+    """Counts of all elements: int64, shape ``[b + 5]``, see :mod:`distcockpit.gradients.kernels` for the slots."""
 
     def __init__(self, edges: np.ndarray) -> None:
         self.edges = edges

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from distcockpit.gradients.factors import Factors, Rows
-from distcockpit.module_state import ModuleStates
-from distcockpit.rng import RandomState
-from distcockpit.trees import tensors
+from distcockpit.replay.module_state import ModuleStates
+from distcockpit.replay.rng import RandomState
+from distcockpit.replay.trees import tensors
 
 
 @dataclass(frozen=True)
@@ -235,3 +235,8 @@ class MicroBatch:
         """The same without the uses that no walk needs any more: the individual gradients of theirs were formed."""
         uses = [use for use in self.uses if any(name not in self.formed for name in use.layer.parameters.values())]
         return MicroBatch(self.batch_size, uses, self.formed)
+
+
+def label(path: str) -> str:
+    """A module's name as the store shows it; the model itself has an empty one."""
+    return path or "(model)"

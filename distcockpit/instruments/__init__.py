@@ -6,7 +6,7 @@
 >>> alpha(plt.gca(), run)                           # doctest: +SKIP
 >>> plot_run(run).savefig("digits.png")             # doctest: +SKIP
 
-Works on a store alone: no torch, no process group. The extra ``view`` brings what it needs.
+May import: store. Works on a store alone: no torch, no process group. The extra ``view`` brings what it needs.
 """
 
 from distcockpit.instruments.alpha import alpha
@@ -27,47 +27,39 @@ from distcockpit.instruments.max_eigenvalue import max_eigenvalue
 from distcockpit.instruments.metrics import metrics
 from distcockpit.instruments.noise_scale import noise_scale
 from distcockpit.instruments.output_gradients import output_gradients
+from distcockpit.instruments.panel import Place, panel, panels, plot_run
 from distcockpit.instruments.ranks import ranks
+from distcockpit.instruments.table import INSTRUMENTS
 from distcockpit.instruments.tic import tic
 from distcockpit.instruments.times import times
 from distcockpit.instruments.trace import trace
 
-INSTRUMENTS: dict[str, Instrument] = {
-    one.name: one
-    for one in (
-        alpha,
-        distance,
-        cabs,
-        grad_norm,
-        gradient_tests,
-        noise_scale,
-        grad_hist_1d,
-        grad_hist_2d,
-        grad_hist_2d_parameters,
-        gsnr,
-        early_stopping,
-        output_gradients,
-        trace,
-        tic,
-        max_eigenvalue,
-        ranks,
-        losses,
-        metrics,
-        learning_rate,
-        times,
-    )
-}
-"""All instruments, in the order of the panel within their sections."""
-
-from distcockpit.instruments.panel import Place, panel, panels, plot_run  # noqa: E402 - uses the table
-
 __all__ = [
-    *INSTRUMENTS,
     "INSTRUMENTS",
     "Instrument",
     "Place",
+    "alpha",
+    "cabs",
+    "distance",
     "draw",
+    "early_stopping",
+    "grad_hist_1d",
+    "grad_hist_2d",
+    "grad_hist_2d_parameters",
+    "grad_norm",
+    "gradient_tests",
+    "gsnr",
+    "learning_rate",
+    "losses",
+    "max_eigenvalue",
+    "metrics",
+    "noise_scale",
+    "output_gradients",
     "panel",
     "panels",
     "plot_run",
+    "ranks",
+    "tic",
+    "times",
+    "trace",
 ]

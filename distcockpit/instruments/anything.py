@@ -18,7 +18,7 @@ from distcockpit.instruments.data import (
     values,
 )
 from distcockpit.instruments.picture import BLUE, Heat, Pages, Picture
-from distcockpit.rows import few
+from distcockpit.store.rows import few
 
 MOST_CURVES = 64
 """Of what has no names: more are a heat map."""

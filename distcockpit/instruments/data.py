@@ -13,7 +13,7 @@ import xarray as xr
 from matplotlib.colors import to_hex
 
 from distcockpit.instruments.picture import BLACK, FARTHEST, SEQUENTIAL, Band, Line, Mark, Numbers
-from distcockpit.rows import across, in_blocks, portion
+from distcockpit.store.rows import across, in_blocks, portion
 
 MOST_POINTS = 30_000
 """Of all curves of a picture; ten curves have two for each column of a plot on a large screen."""

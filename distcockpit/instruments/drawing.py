@@ -28,7 +28,7 @@ from distcockpit.instruments.picture import (
     Zone,
     empty,
 )
-from distcockpit.names import for_figure
+from distcockpit.store.names import for_figure
 
 MOST_PAGES = 6
 """Of one instrument, in a figure; a page shows all."""

@@ -8,7 +8,7 @@ import xarray as xr
 from distcockpit.instruments.data import MOST_COLUMNS, edges_of, named
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Numbers, Picture
-from distcockpit.rows import few
+from distcockpit.store.rows import few
 
 
 @instrument("gradients", GradHist1d={"counts": "step bin", "edges": "step edge"})

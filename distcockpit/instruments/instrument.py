@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from distcockpit.instruments.drawing import draw
 from distcockpit.instruments.picture import Pages, Picture
-from distcockpit.rows import find
+from distcockpit.store.rows import find
 
 View = Callable[[xr.DataTree, dict[str, xr.Dataset]], Picture | Pages]
 

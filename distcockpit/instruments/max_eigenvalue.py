@@ -7,7 +7,7 @@ import xarray as xr
 from distcockpit.instruments.data import named, scale, series, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLACK, RED, Line, Picture
-from distcockpit.rows import find
+from distcockpit.store.rows import find
 
 
 @instrument("curvature", HessMaxEV={"hess_max_ev": "step"})

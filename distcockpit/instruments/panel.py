@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from distcockpit import instruments
 from distcockpit.instruments.anything import anything
 from distcockpit.instruments.data import scale
 from distcockpit.instruments.drawing import MOST_PAGES, draw
 from distcockpit.instruments.picture import CYCLE, Band, Heat, Line, Pages, Picture, empty
-from distcockpit.names import for_figure
+from distcockpit.instruments.table import INSTRUMENTS
+from distcockpit.store.names import for_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None)
         progress: Is told the name of each picture before it is made.
     """
     shown: set[str] = set()
-    by_section = sorted(instruments.INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
+    by_section = sorted(INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
     for one in by_section:
         progress(one.name)
         shown |= set(one.groups(run))

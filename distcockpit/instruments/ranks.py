@@ -8,7 +8,7 @@ import xarray as xr
 from distcockpit.instruments.data import columns, named, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Pages, Picture
-from distcockpit.rows import in_blocks
+from distcockpit.store.rows import in_blocks
 
 RANKS = "step rank"
 SHOWN = {

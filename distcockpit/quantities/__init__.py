@@ -1,4 +1,7 @@
-"""Everything that can be tracked: one quantity, one file."""
+"""Everything that can be tracked: one quantity, one file.
+
+May import: store (how rows look), gradients, curvature. They neither communicate nor touch a model.
+"""
 
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
@@ -37,7 +40,7 @@ from distcockpit.quantities.tic_trace import TICTrace
 from distcockpit.quantities.time import Time
 from distcockpit.quantities.update_geometry import UpdateGeometry
 from distcockpit.quantities.update_size import UpdateSize
-from distcockpit.schema import Field, Group
+from distcockpit.store.schema import Field, Group
 
 __all__ = [
     "CABS",

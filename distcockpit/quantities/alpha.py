@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 STATUS = (
     "minimum",

@@ -21,7 +21,7 @@ from torch import Tensor
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs, Observed
 from distcockpit.schedules import Schedule
-from distcockpit.schema import NAME, Group, Row
+from distcockpit.store.schema import NAME, Group, Row
 
 Sums = Mapping[str, Tensor | Fact]
 """What one rank contributes, by name: tensors, whose total over ranks is their sum, in float64, and facts. Names and

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
-from distcockpit.curvature import Curvature
+from distcockpit.curvature.diagonals import Curvature
+from distcockpit.curvature.hutchinson import TraceEstimate
+from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue
+from distcockpit.gradients import kernels
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.hessian import Eigenvalue, LargestEigenvalue
-from distcockpit.hutchinson import TraceEstimate
+from distcockpit.gradients.uses import label
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,6 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
     """Of two tensors of one type, in at least float32."""
     kind = torch.promote_types(after.dtype, torch.float32)
     return after.detach().to(kind) - before.detach().to(kind)
-
-
-def label(path: str) -> str:
-    """A module's name as the store shows it; the model itself has an empty one."""
-    return path or "(model)"
 
 
 @dataclass(frozen=True)

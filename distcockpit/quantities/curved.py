@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from distcockpit.curvature import KINDS, Curvature
-from distcockpit.hutchinson import MATRICES, TraceEstimate
+from distcockpit.curvature.diagonals import KINDS, Curvature
+from distcockpit.curvature.hutchinson import MATRICES, TraceEstimate
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, Needs
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs, difference
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 STATUS = ("measured", "start_unknown")
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Totals
-from distcockpit.schema import Field
+from distcockpit.store.schema import Field
 
 PREVIOUS = Field((), "previous tracked step", description="-1: there was none", dtype="int64")
 

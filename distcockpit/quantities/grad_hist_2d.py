@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.kernels import OUTSIDE
 from distcockpit.gradients.statistics import Histogram2d, Statistic
-from distcockpit.kernels import OUTSIDE
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import Fact, LocalBatch, Model
@@ -26,7 +26,7 @@ from distcockpit.quantities.histograms import (
     with_schedule,
 )
 from distcockpit.schedules import Schedule
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.quantities.variance import sample_variance
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)

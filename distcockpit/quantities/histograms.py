@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.kernels import bin_edges
 from distcockpit.gradients.statistics import AbsMax, Statistic
-from distcockpit.kernels import bin_edges
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
 from distcockpit.quantities.base import Totals
 from distcockpit.quantities.batch import LocalBatch

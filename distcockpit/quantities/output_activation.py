@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
+from distcockpit.gradients.uses import label
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed, label
-from distcockpit.schema import Field, Group, Row
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed
+from distcockpit.store.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)

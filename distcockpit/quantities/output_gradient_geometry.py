@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)

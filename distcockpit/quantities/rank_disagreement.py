@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from distcockpit import kernels
+from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model
-from distcockpit.schema import Field, Group, Row
+from distcockpit.store.schema import Field, Group, Row
 
 BITS = 53  # that survive a sum in float64
 BLOCK = 1 << 16

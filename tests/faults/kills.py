@@ -29,8 +29,8 @@ from torch import nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
-from distcockpit import store as store_module
 from distcockpit.run import verify
+from distcockpit.store import run_store as store_module
 
 CHECKPOINT_STEPS = 7
 ROWS_PER_CHUNK = 16

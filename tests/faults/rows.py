@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from distcockpit import open_run
-from distcockpit.keys import FolderKeys
 from distcockpit.run import verify
-from distcockpit.schema import Field, Group
-from distcockpit.store import RunStore
+from distcockpit.store.keys import FolderKeys
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Field, Group
 
 SCALARS, VECTORS, HISTOGRAMS, LARGE = 10, 5, 3, 2
 EVERY = {"scalar": 1, "vector": 1, "histogram": 10, "large": 1000}

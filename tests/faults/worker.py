@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every, signals, writer
+from distcockpit import DistCockpit, every
 from distcockpit.quantities import GradHist1d, HessTrace, Loss, MeanGSNR, UpdateSize
+from distcockpit.store import writer
+from distcockpit.tracking import signals
 
 
 def say(*words: object) -> None:

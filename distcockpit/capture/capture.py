@@ -1,0 +1,740 @@
+"""Hooks on the live model while it trains.
+
+Inside a tracked step every layer of interest hands over its inputs and the gradients at its outputs (tensor hooks
+on the outputs, which survive in-place activations). Nothing is computed until the step ends, because a module that
+is called twice, a parameter that is shared and a loss in several backward calls all make a sum over individual
+gradients wrong when it is taken at arrival.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distcockpit.capture.backward_passes import Runs
+from distcockpit.capture.batch_axes import BatchAxes, given_shapes, shapes_of
+from distcockpit.capture.captured import ForwardPass, Loss, LossCall, Micro, received
+from distcockpit.capture.hooks import Hook
+from distcockpit.capture.interpretation import Interpretation, interpret
+from distcockpit.capture.loop import LoopWatch, differentiated
+from distcockpit.capture.loss_calls import LossCalls
+from distcockpit.capture.mixed import OutputsOfCalls
+from distcockpit.capture.objective import Objective
+from distcockpit.capture.output_hooks import Copies, adder, collector, owned_memory
+from distcockpit.capture.own_copies import OwnCopies
+from distcockpit.capture.parameter_gradients import Arrivals
+from distcockpit.capture.reductions import arguments_of_loss, terms_inside
+from distcockpit.gradients.forms import closed_form
+from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
+from distcockpit.gradients.recording import Recording
+from distcockpit.gradients.uses import Folded, Layer, Use, to_front
+from distcockpit.replay.module_state import ModuleStates
+from distcockpit.replay.rng import RandomState
+from distcockpit.replay.trees import map_tensors, tensors
+
+Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
+"""What to keep of an output, and of which layers."""
+
+
+def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """What a hook of ours calls is none of the model's calls: no mode sees it, neither our own nor the user's."""
+
+    @functools.wraps(hook)
+    def unseen(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*args)
+
+    return unseen
+
+
+LEAVING = ("_leave_model", "_leave_late")
+"""Hooks that are called where nothing of a mode's is being handled, so that it can be taken off."""
+
+
+def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault of ours in a hook costs the step, not the run; at a first step where nothing was listed by hand."""
+
+    @functools.wraps(hook)
+    def harmless(capture: Capture, *args: Any) -> Any:
+        if capture.fault is not None:
+            if hook.__name__ in LEAVING:
+                capture._abandon()
+            return None
+        try:
+            return hook(capture, *args)
+        except Exception as error:
+            capture.give_up(error)
+            return None
+
+    return harmless
+
+
+class Capture:
+    """Collects the micro-batches of one tracked step.
+
+    Args:
+        model: The bare module.
+        layers: Layers whose calls are kept.
+        loss: What is known of the loss from outside.
+        axes: Where the batch is.
+        thorough: Whether to look if the forward pass writes to parameters.
+        output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
+        observers: What to keep of the outputs of leaf modules, by name.
+        batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
+        watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
+        keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
+        wrappers: Modules around the model.
+        settled: Whether an earlier step was right, so that passes without a backward are meant so.
+        goes_on: Whether a fault costs this step alone, and is no reason to end the run.
+        copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
+        tracked: The tracked parameters, by name, of a step of the loop; of a second pass none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        loss: Loss,
+        axes: BatchAxes,
+        *,
+        thorough: bool = False,
+        output_gradients: bool = True,
+        observers: Mapping[str, Observer] | None = None,
+        batch_size: int | None = None,
+        watch: Mapping[str, Tensor] | None = None,
+        keep_left: bool = False,
+        copies: bool = True,
+        settled: bool = False,
+        goes_on: bool = False,
+        wrappers: Sequence[nn.Module] = (),
+        tracked: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
+        self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
+        self._batch_size = batch_size
+        self.arrivals = Arrivals(watch or {}, keep_left)
+        self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
+        self.fault: Exception | None = None  # what went wrong, where that does not end the run
+        self._overlap = False  # whether a pass began before an earlier one went backward
+        self._paused, self._thread = False, threading.get_ident()
+        self._opened_by = self._thread  # the thread that runs the open pass
+        self._output_gradients, self._observers = output_gradients, observers or {}
+        self._device = next(model.parameters()).device
+        self.micros: list[Micro] = []
+        self._pass: ForwardPass | None = None  # the one that calls of layers belong to
+        self._batch: list[Tensor] = []  # what it was given
+        self._calls: list[_Call] = []  # of the model, that have not returned
+        self._handles: list[Any] = []
+        self._told = LossCalls(loss, self.micros, self._on_gradient)
+        self._passes: list[ForwardPass] = []
+        self.objective = Objective(self._passes, axes.of_terms, thorough, tracked or {})
+        self._is_loops, self._steps_away = tracked is not None, 0
+        self._outputs = OutputsOfCalls()
+        self._loop = LoopWatch(self._see_in_loop, self._differentiates)
+        self._gradients = Copies()
+        self._before: dict[int, _Before] = {}
+        self._open = False
+        self._entered = 0.0
+        self._to_show: list[tuple[Use, int, Tensor]] = []
+        self._late: tuple[nn.Module, Watch] | None = None  # called by the backward pass, and what sees its calls
+        self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
+        self._runs = Runs(model)
+        self._parameters = ""
+        self.forward_seconds = 0.0
+        self.skips = False  # whether passes had no backward and are left out
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Put the hooks on. They run before the user's own, so that they see what the layers computed."""
+        self._open = True
+        _running.append(self)
+        keep = self._handles.append
+        keep(self._model.register_forward_pre_hook(Hook(self._enter_model), with_kwargs=True, prepend=True))
+        for layer in self._layers:
+            if layer.module is self._functions:
+                continue
+            if layer.parameters:
+                keep(
+                    layer.module.register_forward_pre_hook(
+                        Hook(self._enter_rerun_layer), with_kwargs=True, prepend=True
+                    )
+                )
+            keep(layer.module.register_forward_hook(Hook(self._leave_layer(layer)), with_kwargs=True, prepend=True))
+        keep(self._model.register_forward_hook(Hook(self._leave_model), prepend=False, always_call=True))
+        for wrapper in self._wrappers:
+            keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
+        if self._functions is not None:
+            for path in self._functions.owners:
+                module = self._model.get_submodule(path)
+                keep(module.register_forward_pre_hook(Hook(self._enter_late), with_kwargs=True, prepend=True))
+                keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
+        if self._loss.module is not None:
+            keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
+        self._handles += self.arrivals.watch()
+        if self._is_loops:
+            for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
+                keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
+                keep(module.register_forward_hook(Hook(self._step_back), always_call=True))
+            self._loop.begin()
+
+    def stop(self) -> None:
+        """Take every hook off, those on tensors included."""
+        self._open = False
+        if self._is_loops:
+            self._loop.end()
+        if self in _running:
+            _running.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def let_go(self) -> None:
+        """Hold nothing of the step any more.
+
+        Hooks, watches and what they fill refer to each other, so that memory would stay until the next run of the
+        garbage collector. A call in another thread may still meet a hook.
+        """
+        self.fault = self.fault or RuntimeError("The step has ended.")
+        for name in vars(self).keys() - {"fault", "_calls", "_late", "_loop", "_open", "_steps_away", "_thread"}:
+            delattr(self, name)
+
+    def give_up(self, error: Exception) -> None:
+        """Look no more: something is wrong.
+
+        Raises:
+            Exception: What it is, where that is a reason to end the run.
+        """
+        if not self._goes_on:
+            raise error
+        self.fault = error
+        for watch in (self._loop, *self._watches):
+            watch.is_muted = True
+
+    @property
+    def _watches(self) -> list[Watch]:
+        """All that are on, the innermost first."""
+        found = [self._late and self._late[1], *(call.watch for call in reversed(self._calls))]
+        return [watch for watch in found if watch is not None]
+
+    def _abandon(self) -> None:
+        """Take off what was on when something went wrong."""
+        for watch in self._watches:
+            watch.end()
+        self._late = None
+        self._calls.clear()
+
+    def pause(self, paused: bool) -> None:
+        """Look away, or look again."""
+        self._paused = self.arrivals.paused = paused
+
+    @property
+    def _looks_away(self) -> bool:
+        """Whether this is not the step's own: a run of ours, another thread that evaluates the model meanwhile.
+
+        Inside `torch.func.vmap` or `grad` tensors are none that could be kept.
+        """
+        if transforms():
+            return True
+        here = threading.get_ident()
+        if self._paused or (self._pass is not None and self._pass.is_open):
+            return self._paused or here != self._opened_by
+        return here != self._thread and not torch.is_grad_enabled()
+
+    @_harmless
+    def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._looks_away:
+            return
+        self._calls.append(_Call(self._pass, self._own))
+        if not torch.is_grad_enabled():
+            self._pass = None
+            return
+        if self._pass is not None and self._pass.is_open and not self._pass.uses:
+            # A call of the model that does nothing but call the model: Lightning takes training_step through it.
+            for call in self._calls:
+                call.is_rerouted |= call.made is self._pass
+            self._pass.is_open = False
+            self._forget(self._pass)
+        # Any pass may have to be run again: a loop may change at any step.
+        random_state, states = RandomState.take(self._device), ModuleStates.take(module)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        micro = self.micros[-1] if self.micros else None
+        batch_size = self._infer_batch_size(args, kwargs)
+        # Its samples are those of the pass before, as where a sequence is cut into windows and the state is handed on.
+        continues = self._loop.is_of_samples(tensors((args, kwargs)), batch_size)
+        if micro is None or not continues and (micro.losses or any(p.went_backward for p in micro.passes)):
+            micro = Micro()
+            self.micros.append(micro)
+        micro.is_one_batch |= continues
+        self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
+        # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
+        self._batch = tensors((args, kwargs))
+        self._own = OwnCopies(self._batch if self._copies else ())
+        batch = batched((args, kwargs), self._axes.batch_dim, batch_size)
+        args, kwargs = map_tensors(self._own, (args, kwargs))
+        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
+        micro.passes.append(self._pass)
+        self._passes.append(self._pass)
+        self._calls[-1].made, self._opened_by = self._pass, threading.get_ident()
+        self._parameters = self._fingerprint()
+        self._entered = time.perf_counter()
+        if self._functions is not None:
+            watch = self._watch_for(self._functions, self._pass)
+            watch.mark(batch)
+            for call in self._calls:
+                if call.watch is not None:
+                    call.watch.is_muted = True
+            watch.begin()
+            self._calls[-1].watch = watch
+
+    def _watch_for(self, functions: Functions, forward: ForwardPass) -> Watch:
+        return Watch(functions.called, forward.batch_size, self._device, self._use_function, self._see_in_model)
+
+    @property
+    def _watch(self) -> Watch | None:
+        """What sees the calls of functions now."""
+        return self._calls[-1].watch if self._calls else self._late and self._late[1]
+
+    @_harmless
+    def _enter_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called by the backward pass, as checkpointing does, which switches modes off."""
+        forward, functions = self._pass, self._functions
+        if self._looks_away or self._calls or self._late is not None or not torch.is_grad_enabled():
+            return
+        if forward is not None and functions is not None:
+            watch = self._watch_for(functions, forward)
+            watch.mark(t for t in tensors((args, kwargs)) if t.requires_grad or forward.batch_size in t.shape)
+            self._late = module, watch
+            watch.begin()
+
+    @_harmless
+    def _leave_late(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._late is not None and self._late[0] is module:
+            self._late[1].end()
+            self._late = None
+
+    def _fingerprint(self) -> str:
+        """Of the parameters, to see whether the forward pass leaves them alone."""
+        if not self._thorough:
+            return ""
+        with torch.no_grad():
+            return repr(torch.stack([p.sum(dtype=torch.float64) for p in self._model.parameters()]).tolist())
+
+    def _autocast(self) -> torch.dtype | None:
+        device = self._device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._batch_size is not None:
+            return self._batch_size
+        batch_size = self._axes.batch_size((args, kwargs))
+        if batch_size is not None:
+            return batch_size
+        raise ValueError(
+            "The model was called without a tensor argument that has a batch axis, so the batch size is unknown "
+            f"(batch_dim={self._axes.batch_dim}). Pass it: track(step, batch_size=...)."
+        )
+
+    def _forget(self, forward: ForwardPass) -> None:
+        """A pass that is none."""
+        for micro in self.micros:
+            micro.passes[:] = [each for each in micro.passes if each is not forward]
+        self._passes[:] = [each for each in self._passes if each is not forward]
+
+    @_harmless
+    def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._looks_away or not self._calls:
+            return output
+        call = self._calls.pop()
+        if call.watch is not None:
+            call.watch.end()
+            if self._calls and (outer := self._calls[-1].watch) is not None:
+                outer.is_muted = False
+                outer.mark(tensors(output))
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised; a loop may catch that, and try again
+            if call.made is not None:
+                self._forget(call.made)
+            self._pass = call.before
+            return output
+        if call.is_rerouted:
+            return output
+        forward = call.made
+        if forward is None:
+            self._pass = call.before
+            return output
+        forward.is_open = False
+        self.forward_seconds += time.perf_counter() - self._entered
+        aliased = sum(t.requires_grad for t in tensors(output)) > 1
+        if aliased:
+            # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
+            # arrive from outside.
+            try:
+                output = map_tensors(_alias, output)
+            except Exception:  # a kind of output that cannot be made anew
+                aliased = False
+        forward.output = output
+        forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
+        self._axes.resolve(forward)
+        forward.writes_parameters = self._fingerprint() != self._parameters
+        forward.writes_inputs = self._own.were_written
+        if call.before is not None and call.before.is_open:
+            self._pass, self._own = call.before, call.own
+        self.objective.mark(output, forward)
+        self._loop.follow(tensors(output))
+        for position, tensor in enumerate(tensors(output)):
+            if tensor.requires_grad:
+                source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
+                self._on_gradient(source, collector(adder(forward.output_gradients, position), view))
+        return output
+
+    @_harmless
+    def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """DDP may hand on copies of what the model returned, which the loss is then computed from."""
+        forward = self._pass
+        if not self._looks_away and forward is not None and not forward.is_open and torch.is_grad_enabled():
+            self._loop.follow(tensors(output))
+            if shapes_of(output) == shapes_of(forward.output):
+                forward.output = output
+
+    @_unseen
+    @_harmless
+    def _see_in_model(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """The model called a function."""
+        forward = self._pass
+        if not torch.is_grad_enabled() or forward is None or not forward.batch_size:
+            return
+        if not forward.is_open:  # a call of the model that called the model, or one made again
+            if self._calls:
+                self.objective.see(function, args, kwargs, result)
+            return
+        found = terms_inside(function, args, kwargs, result, forward.batch_size)
+        if found is None:
+            return
+        key, terms, given, reduction = found
+        shapes = given_shapes(given, self._batch, self._watch)
+        call = forward.calls[key]
+        forward.calls[key] += 1
+        (axis,) = self._axes.of(key, call, shapes_of(terms), forward.batch_size, shapes, forward.folds)
+        if reduction is not None:
+            reduction.inside, reduction.key, reduction.call = forward, key, call
+            reduction.given, reduction.axis = shapes, axis
+            forward.reductions.append(reduction)
+            self.objective.add(reduction, result)
+
+    @_unseen
+    @_harmless
+    def _see_in_loop(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.objective.see(function, args, kwargs, result)
+        if function is self._loss.function and self._loss.module is not None:
+            given = arguments_of_loss(function, args, kwargs)
+            if given is not None:
+                self._told.heard(self._loss.module, given, {}, result)
+
+    def _differentiates(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """The loop is about to differentiate."""
+        return self._prepare(function, args, kwargs) or nullcontext()
+
+    @_harmless
+    def _prepare(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None] | None:
+        asked = differentiated(function, args, kwargs)
+        if function is torch.autograd.grad and (asked.creates_graph or not self._are_parameters(asked.inputs)):
+            self.objective.has_gradients |= asked.creates_graph
+            for tensor, _ in asked.roots:
+                self.objective.sets_aside(tensor)
+            return self._away()
+        with torch._C.DisableTorchFunction(), undisturbed():
+            for tensor, gradient in asked.roots:
+                root = self.objective.differentiate(tensor, gradient, self._on_node)
+                if root is not None and self.objective.splits(root):
+                    with self._away():
+                        self._outputs.differentiate(root)
+        self._outputs.clear()
+        return None
+
+    def _are_parameters(self, inputs: Sequence[Any]) -> bool:
+        tracked = {id(p) for p in self._model.parameters()}
+        return all(id(each) in tracked for each in inputs)
+
+    @contextmanager
+    def _away(self) -> Generator[None, None, None]:
+        """Gradients inside are none that the optimizer gets."""
+        before = self._paused
+        self.pause(True)
+        try:
+            yield
+        finally:
+            self.pause(before)
+
+    def _on_node(self, node: Any, receive: Callable[[Sequence[Tensor | None]], None]) -> None:
+        @_harmless
+        def hook(_: Capture, gradients: Sequence[Tensor | None]) -> None:
+            if self._open and not self._paused:
+                receive(gradients)
+                self._runs.reach(receive)
+
+        self._handles.append(node.register_prehook(functools.partial(hook, self)))
+
+    def _step_away(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._steps_away += 1
+            if self._steps_away == 1:
+                self._loop.suspend()
+
+    def _step_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._steps_away -= 1
+            if not self._steps_away:
+                self._loop.resume()
+
+    @_unseen
+    @_harmless
+    def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a layer that will be run again starts from."""
+        if torch.is_grad_enabled() and not self._looks_away:
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            kept = map_tensors(self._own, (args, kwargs))
+            state = RandomState.take(self._device)
+            self._before[id(module)] = _Before(state, buffers, kept, _versions(kept), ModuleStates.take(module))
+
+    def _leave_layer(self, layer: Layer) -> Callable[..., None]:
+        @_unseen
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            left(self, module, args, kwargs, output)
+
+        @_harmless
+        def left(_: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
+                return
+            if module is self._model and not self._pass.is_open:
+                return  # a call that was rerouted
+            before = self._before.pop(id(module), None)
+            if before is None:
+                kept = map_tensors(self._own, (args, kwargs)) if isinstance(module, _BatchNorm) else ((), {})
+                before = _Before(None, {}, kept, _versions(kept), None)
+            call, shapes = self._pass.calls[layer.path], shapes_of(output)
+            given = given_shapes((args, kwargs), self._batch, self._watch)
+            axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
+            self._pass.calls[layer.path] += 1
+            use = Use(
+                layer,
+                None,
+                *before.kept,
+                versions=before.versions,
+                training={m: m.training for m in (module.modules() if module._modules else (module,))},
+                buffers=before.buffers,
+                random_state=before.random_state,
+                states=before.states,
+                autocast=self._autocast(),
+                axes=axes,
+                shapes=shapes,
+                given=given,
+                key=layer.path,
+                call=call,
+                is_late=not self._pass.is_open,
+                drew=before.random_state is not None and before.random_state.torch_drew(),
+            )
+            self._pass.uses.append(use)
+            self.objective.mark(output, self._pass)
+            self._observe(use, output)
+            if not (layer.parameters or self._output_gradients):
+                return
+            self._receive(use, output, tensors((args, kwargs)), self._pass.uses)
+
+        return hook
+
+    @_harmless
+    def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
+        """A function was called with parameters, and with something of the batch."""
+        forward, functions = self._pass, self._functions
+        if forward is None or functions is None:
+            return
+        key, shapes = called_with(recording.parameters), shapes_of(output)
+        shapes_given = given_shapes(given, self._batch, self._watch)
+        call = forward.calls[key]
+        forward.calls[key] += 1
+        if not any(leaf.requires_grad for leaf in tensors(output)):
+            return
+        form = closed_form(recording, given, output)
+        names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names
+        kept = [self._own(tensor) for tensor in given]
+        use = Use(
+            functions.layer(call, names, recording.function),
+            None if form is None else form.rule,
+            (recording, *kept),
+            {},
+            versions=_versions((*kept, *recording.constants)),
+            training={},
+            buffers={},
+            random_state=drawn,
+            states=None,
+            autocast=self._autocast(),
+            axes=self._axes.of(key, call, shapes, forward.batch_size, shapes_given, forward.folds),
+            shapes=shapes,
+            given=shapes_given,
+            key=key,
+            call=call,
+            is_late=not forward.is_open,
+            drew=drawn is not None,
+            source=0 if form is None else form.source,
+        )
+        if forward.is_open:
+            forward.uses.append(use)
+        self.objective.mark(output, forward)
+        self._receive(use, output, given, forward.uses)
+
+    def _receive(self, use: Use, output: Any, given: list[Tensor], uses: list[Use]) -> None:
+        """Let a call have the gradients at its outputs; one that checkpointing made again is a use when it has them."""
+
+        def add(position: int) -> Callable[[Tensor], None]:
+            to_use = adder(use.output_gradients, position, lambda: use.axes[position])
+
+            def received(gradient: Tensor) -> None:
+                if use not in uses:
+                    uses.append(use)
+                to_use(gradient)
+
+            return received if use.is_late else to_use
+
+        for position, leaf in enumerate(tensors(output)):
+            if leaf.requires_grad:
+                source, view = owned_memory(leaf, given)
+                self._on_gradient(source, collector(add(position), view, self._gradients), use)
+
+    @torch.no_grad()
+    def _observe(self, use: Use, output: Any) -> None:
+        """Hand the first floating-point tensor among the outputs to the observers."""
+        if not use.layer.is_leaf or not any(use.layer.path in paths for _, paths in self._observers.values()):
+            return
+        first = next((k for k, t in enumerate(tensors(output)) if t.is_floating_point()), None)
+        if first is None:
+            return
+        values = tensors(output)[first].detach()
+        if self._axes.is_known(use.key, use.call):
+            self._show(use, first, values)
+        else:
+            self._to_show.append((use, first, values.clone()))  # when the step has ended
+
+    def _show(self, use: Use, position: int, values: Tensor) -> None:
+        axis = None if isinstance(use.axes[position], Folded) else use.axes[position]
+        values = to_front(values, axis)
+        mine = {name: observe for name, (observe, paths) in self._observers.items() if use.layer.path in paths}
+        kept = {name: observe(values, axis is not None) for name, observe in mine.items()}
+        use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
+
+    @_harmless
+    def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if torch.is_grad_enabled() and not self._looks_away:
+            with undisturbed():
+                self._told.heard(module, args, kwargs, output)
+
+    @_harmless
+    def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
+        """Losses of the latest forward pass, as the user says; see `LossCalls.record`."""
+        self._told.record(losses, weight, divisor)
+        if losses.dim():
+            self.objective.tell(losses)
+
+    def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
+        @_harmless
+        def hook(_: Capture, gradient: Tensor | None) -> None:
+            if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
+                receive(gradient)
+                if of is not None:
+                    self._runs.reach(of)
+
+        self._handles.append(tensor.register_hook(functools.partial(hook, self)))
+        if isinstance(of, Use) and self._is_loops and self.objective.may_split:
+            self._outputs.keep(tensor, receive, of)
+
+    def uses(self) -> list[Use]:
+        """The calls of layers that gradients reached, in the order of the forward passes."""
+        return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
+
+    def finish(self) -> Interpretation:
+        """The micro-batches of the step; raises as :func:`distcockpit.capture.interpretation.interpret` does.
+
+        Raises:
+            RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
+        """
+        if self.fault is not None:
+            raise self.fault
+        late = [use for use in self.uses() if use.is_late and use.output_gradients]
+        if self._overlap and late:
+            raise RuntimeError(
+                f"Layer '{late[0].layer.path}' was called in a backward pass, as activation checkpointing with "
+                "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
+                "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
+            )
+        for forward in [each for each in self._passes if each.is_aside and not each.went_backward]:
+            self._forget(forward)
+        self._runs.check_layers()
+        self._runs.check_kept()
+        self._axes.settle(self._model, self._passes, self._functions)
+        with torch.no_grad():
+            for use, position, values in self._to_show:
+                self._show(use, position, values)
+        self.skips = self._settled and not all(f.went_backward or not f.batch_size for f in self._passes)
+        loss = (
+            self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale.result()[0]))
+        )
+        return interpret(self.micros, self.objective, loss, self._batch_size, skips=self._settled)
+
+
+_running: list[Capture] = []
+"""All that have hooks on modules."""
+
+
+@contextmanager
+def undisturbed() -> Generator[None, None, None]:
+    """Inside, modules are run again, and captures of other cockpits in this thread look away."""
+    others = [capture for capture in _running if capture._thread == threading.get_ident() and not capture._paused]
+    for capture in others:
+        capture.pause(True)
+    try:
+        yield
+    finally:
+        for capture in others:
+            capture.pause(False)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model that has not returned."""
+
+    before: ForwardPass | None  # what calls of layers belonged to before
+    own: OwnCopies  # of the arguments of the call around it
+    made: ForwardPass | None = None
+    is_rerouted: bool = False  # whether it only calls the model again
+    watch: Watch | None = None  # sees the calls of functions in it
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a layer found when it was called."""
+
+    random_state: RandomState | None
+    buffers: dict[str, Tensor]
+    kept: tuple[tuple[Any, ...], dict[str, Any]]
+    versions: list[tuple[Tensor, int]]
+    states: ModuleStates | None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same for autograd, as a tensor of its own; a loss may be scaled in place, by which views lose their hooks."""
+    if not tensor.requires_grad:
+        return tensor
+    return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
+
+
+def _versions(tree: Any) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors(tree) if not tensor.is_inference()]

@@ -1,0 +1,96 @@
+"""What the loop calls between the calls of the model: the functions that make the loss, and the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distcockpit.gradients.functions import ASKED, Mode, OnCall, transforms
+from distcockpit.replay.trees import tensors
+from distcockpit.world import Pending
+
+MULTIPLYING = (Tensor.mul, torch.mul)
+SCALER = inspect.getsourcefile(torch.amp.GradScaler)
+ROOTS: dict[Callable[..., Any], tuple[str, str]] = {
+    Tensor.backward: ("self", "gradient"),
+    torch.autograd.backward: ("tensors", "grad_tensors"),
+    torch.autograd.grad: ("outputs", "grad_outputs"),
+}
+"""What differentiates: the names of the arguments for what it starts from, and for the gradients there."""
+SIGNATURES = {function: inspect.signature(function) for function in ROOTS}
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """What a call of the loop differentiates."""
+
+    roots: Sequence[tuple[Tensor, Tensor | None]]  # each with the gradient there; `None`: 1
+    inputs: Sequence[Any]  # with respect to these alone, if the call says so
+    creates_graph: bool
+
+
+def differentiated(function: Callable[..., Any], args: Any, kwargs: Any) -> Differentiated:
+    """The arguments of a function of ``ROOTS``."""
+    bound = SIGNATURES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    roots, gradients = (_listed(bound.arguments[name]) for name in ROOTS[function])
+    pairs = list(zip_longest(roots, gradients))
+    return Differentiated(pairs, _listed(bound.arguments["inputs"]), bound.arguments["create_graph"])
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """One or several, as a list."""
+    return [] if tensors is None else [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+class LoopWatch(Mode):
+    """Sees the calls of functions in the loop.
+
+    It is off while the model runs, where DDP makes exchanges, and while the backward pass does: gloo's threads would
+    keep the mode with an exchange, and wait for the interpreter where the program ends.
+
+    Args:
+        on_call: Told of each call.
+        on_backward: Told of each that differentiates, before it does; what it returns is on meanwhile.
+    """
+
+    def __init__(self, on_call: OnCall, on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._on_call, self._on_backward = on_call, on_backward
+        self.scale: Pending | None = None  # what `torch.amp.GradScaler.scale` multiplied by
+        self._of_samples: Any = WeakTensorKeyDictionary()  # what follows from outputs of the model, detached or not
+
+    def follow(self, outputs: Iterable[Tensor]) -> None:
+        """The model returned these, or what they are made of."""
+        for tensor in outputs:
+            if tensor.dim():
+                self._of_samples[tensor] = True
+
+    def is_of_samples(self, given: Iterable[Tensor], batch_size: int) -> bool:
+        """Whether some of these, as long as the batch, follow from what the model returned."""
+        return any(batch_size in tensor.shape and tensor in self._of_samples for tensor in given)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_muted or func in ASKED or transforms():
+            return func(*args, **kwargs)
+        if func in ROOTS:
+            with self._on_backward(func, args, kwargs):
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._of_samples and any(tensor in self._of_samples for tensor in tensors((args, kwargs))):
+            self.follow(tensors(result))
+        if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:
+            self.scale = Pending(args[1].detach().double().reshape(1).clone())
+        elif torch.is_grad_enabled() and (not isinstance(result, Tensor) or result.grad_fn is not None):
+            self._on_call(func, args, kwargs, result)
+        return result

@@ -1,0 +1,101 @@
+"""Losses whose parts have divisors that differ between ranks in different ways, such as tokens and samples.
+
+One process with the whole batch divides each part by its own number: ``l_i = N sum_k T_ik / W_k``, with ``T_ik`` the
+sum of sample i's terms in part k, and ``W_k`` the sum over ranks and their K micro-batches of ``1 / (K c_k)``. Autograd
+adds up the parts as a rank divided them. So each part is differentiated by itself, as far as the outputs of calls with
+parameters, and the ranks tell each other the divisors of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from distcockpit.capture.captured import Captured
+from distcockpit.capture.interpretation import Terms
+from distcockpit.capture.objective import Root
+from distcockpit.gradients.uses import Use
+from distcockpit.world import World
+
+
+class OutputsOfCalls:
+    """Where the calls with parameters end in the graph of autograd, until it is differentiated."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[GradientEdge, Callable[[Tensor], None], Use]] = []
+
+    def keep(self, output: Tensor, receive: Callable[[Tensor], None], use: Use) -> None:
+        """A call returned this; ``receive`` gives its gradients to the use."""
+        self._kept.append((get_gradient_edge(output), receive, use))
+
+    def differentiate(self, root: Root) -> None:
+        """Hand the gradients of each part of a loss to the calls, one by one."""
+        edges = [edge for edge, _, _ in self._kept]
+        try:
+            for part in root.parts:
+                at = GradientEdge(*cast(Any, part.edge))
+                found = torch.autograd.grad(cast(Any, at), cast(Any, edges), None, True, allow_unused=True)
+                for (_, receive, use), gradient in zip(self._kept, found, strict=True):
+                    if gradient is not None:
+                        use.receive_of_part(part, gradient, receive)
+        except RuntimeError:  # checkpointing with use_reentrant=True, for example: the parts stay unknown
+            for _, _, use in self._kept:
+                use.by_part.clear()
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        self._kept.clear()
+
+
+def unmix(captured: Sequence[Captured], times: int, weight: float, world: World) -> bool:
+    """Let each part of the loss have the divisor that one process would have; all ranks call it.
+
+    Args:
+        captured: The micro-batches of this rank.
+        times: How often too much losses were added up on this rank.
+        weight: W.
+        world: The ranks.
+
+    Returns:
+        Whether that can be had, on all ranks.
+    """
+    k = len(captured) if times == 1 else 1
+    present = [micro for micro in captured if micro.weight]
+    known = all(map(_is_known, present))
+    told = world.share([[(t.name, 1 / (k * t.coefficient)) for t in m.terms] for m in present] if known else None)
+    parts = [each for mine in told for each in mine or ()]
+    names = {tuple(name for name, _ in each) for each in parts}
+    if any(mine is None for mine in told) or len(names) != 1:
+        return False
+    divisors = [sum(of_part) for of_part in zip(*([w for _, w in each] for each in parts), strict=True)]
+    for micro in present:
+        _divide(micro, [weight / divisor for divisor in divisors])
+    return True
+
+
+def _is_known(micro: Captured) -> bool:
+    """Whether the gradients of all parts are known one by one, at all calls."""
+    terms: Sequence[Terms] = micro.terms
+    if not terms or any(t.part is None or t.individual is None or not math.isfinite(1 / t.coefficient) for t in terms):
+        return False
+    reached = {t.part for t in terms}
+    return all(use.by_part and use.by_part.keys() <= reached for use in micro.uses)
+
+
+def _divide(micro: Captured, ratios: Sequence[float]) -> None:
+    """Add up the parts anew."""
+    for use in micro.uses:
+        gradients: dict[int, Tensor] = {}
+        for terms, ratio in zip(micro.terms, ratios, strict=True):
+            for position, gradient in use.by_part.get(terms.part, {}).items():
+                part = gradient * (terms.factor * ratio / micro.scale.unscale)
+                gradients[position] = gradients[position] + part if position in gradients else part
+        use.have(gradients)
+    individual = sum(terms.individual * ratio for terms, ratio in zip(micro.terms, ratios, strict=True))
+    micro.scale = replace(micro.scale, individual=individual, total=individual.sum())

@@ -1,0 +1,43 @@
+"""Copies of what the user owns and may overwrite: a static buffer, what a prefetcher fills again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from distcockpit.replay.trees import memory_of
+
+
+class OwnCopies:
+    """Copies of tensors that the user may write to: called with one of them, or a view of one, it gives the copy.
+
+    Args:
+        given: The tensors; parameters stay what they are.
+    """
+
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+        self._given = [t for t in given if not isinstance(t, nn.Parameter)]
+        self._memory = {memory_of(t) for t in self._given}
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor as it is now, where its memory is that of a given one; else the tensor."""
+        memory = memory_of(tensor)
+        if memory not in self._memory or isinstance(tensor, nn.Parameter):
+            return tensor
+        view = () if memory == id(tensor) else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (memory, tensor.dtype, view, _version(tensor))
+        if key not in self._made:
+            self._made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return self._made[key]
+
+    @property
+    def were_written(self) -> bool:
+        """Whether the given tensors are not any more what they were when they were copied."""
+        return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == memory_of(t))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,209 @@
+"""The step once more: for other layers than were hooked, or with batch statistics as constants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from distcockpit.capture.batch_axes import BatchAxes
+from distcockpit.capture.batch_norm import batch_statistics
+from distcockpit.capture.capture import Capture
+from distcockpit.capture.captured import Captured, ForwardPass, Loss
+from distcockpit.capture.rerun import replayed
+from distcockpit.gradients.embedding import EmbeddingRule
+from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
+from distcockpit.replay.trees import map_tensors, tensors
+
+logger = logging.getLogger(__name__)
+
+
+def mixed_up_rows(
+    captured: Sequence[Captured],
+    model: nn.Module,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    *,
+    constant_statistics: bool,
+) -> set[tuple[str, str]]:
+    """The modules, or calls of functions, whose output rows are not the samples, with the parameters that they serve.
+
+    A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
+    Nothing is found where the model returns nothing but its loss, or cannot be run again.
+
+    Args:
+        captured: The micro-batches.
+        model: The bare module.
+        layers: The layers to look at.
+        axes: Where the batch is.
+        constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
+
+    Raises:
+        ValueError: If the model mixes the samples of a batch.
+    """
+    found: set[tuple[str, str]] = set()
+    for micro in captured:
+        for forward in micro.passes:
+            if micro.batch_size < 2 or not forward.output_gradients or forward.writes_parameters:
+                continue
+            problem = ""
+            for inputs_ask in (True, False):  # for gradients, which some models do not bear
+                try:
+                    served, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
+                    break
+                except Exception as error:  # the user's model, run again: anything
+                    problem = f"{type(error).__name__}: {error}"
+            else:
+                logger.warning("distcockpit: that rows of outputs are samples could not be checked: %s", problem)
+                continue
+            if mixed:
+                raise ValueError(
+                    f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend "
+                    "on the inputs of others, so individual gradients are not defined. Remove what mixes them "
+                    "(statistics, sorting or capacities over the batch). If the first tensor that it is given does not "
+                    "begin with the batch, say batch_dim=... or track(step, batch_size=...)."
+                )
+            found |= served
+    return found
+
+
+def _mixed_up(
+    forward: ForwardPass,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    constant_statistics: bool,
+    inputs_ask: bool,
+) -> tuple[set[tuple[str, str]], bool]:
+    """The layers with mixed-up rows in one pass, with their parameters; whether rows of the model's input are, too."""
+    n = forward.batch_size
+    made: list[Tensor] = []
+    given = tensors((forward.args, forward.kwargs))
+    if inputs_ask:
+        args, kwargs = map_tensors(partial(_with_gradient, made), (forward.args, forward.kwargs))
+        forward = replace(forward, args=args, kwargs=kwargs)
+    inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
+    found: set[tuple[str, str]] = set()
+    mixed = False
+    with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
+        arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
+        rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
+        starts = [outputs[k] for k in rows]
+        if not starts:
+            return found, mixed
+        total = torch.autograd.grad(
+            [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
+        )
+        leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+        uses = [use for micro in again.micros for one in micro.passes for use in one.uses]
+        for loud in _parts(n):
+            for use in uses:
+                use.output_gradients.clear()
+            masked = [_without(~loud, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
+            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True, retain_graph=True)
+            for gradient in at_leaves[: len(inputs)]:
+                mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
+            for use in uses:
+                rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]
+                if any(_reaches(~loud, g) for g in rows_of):
+                    found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
+                    index = tensors((use.args, use.kwargs)) if isinstance(use.form, EmbeddingRule) else []
+                    mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
+    return found, mixed
+
+
+def _parts(n: int) -> list[Tensor]:
+    """A few parts of the batch that do not overlap, at random: each sample alone, if there are no more than four."""
+    count = min(n, 4)
+    place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
+    return [place == k for k in range(count)]
+
+
+def _with_gradient(made: list[Tensor], tensor: Tensor) -> Tensor:
+    """A detached copy that asks for a gradient where it can, which ``made`` then holds."""
+    if not tensor.is_floating_point():
+        return tensor
+    made.append(tensor.detach().requires_grad_())
+    return made[-1]
+
+
+@contextmanager
+def _recaptured(
+    model: nn.Module,
+    forward: ForwardPass,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    constant_statistics: bool,
+) -> Generator[tuple[Capture, list[Tensor]], None, None]:
+    """The tensors that the model returns when it is called again, with other layers hooked."""
+    again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size, copies=False)
+    statistics = batch_statistics(forward, model) if constant_statistics else None
+    try:
+        again.start()
+        with torch.enable_grad(), replayed(model, forward, statistics) as output:
+            yield again, tensors(output)
+    finally:
+        again.stop()
+        again.let_go()
+
+
+def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
+    rows = to_front(gradient.clone(), axis)
+    rows[silent.to(gradient.device)] = 0
+    return from_front(rows, axis)
+
+
+def _reaches(silent: Tensor, gradient: Tensor) -> bool:
+    """Whether the rows that should be zero are not, by more than rounding."""
+    silent = silent.to(gradient.device)
+    quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
+    return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
+
+
+def differentiated_again(
+    captured: Captured,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    axes: BatchAxes,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    constant_statistics: bool,
+) -> tuple[Captured, dict[str, Tensor]]:
+    """A micro-batch with the uses of a second pass.
+
+    The model is run again and its outputs are given the gradients that they received from the loss, whatever that was.
+
+    Args:
+        captured: The micro-batch as it was trained on.
+        model: The bare module.
+        layers: The layers whose calls are kept.
+        axes: Where the batch is.
+        parameters: The tracked parameters.
+        constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
+
+    Returns:
+        What the second pass left, and the gradients that it gave the parameters.
+    """
+    uses: list[Use] = []
+    seen: dict[str, Tensor] = {}
+    for forward in captured.passes:
+        if not forward.output_gradients or not captured.batch_size:
+            continue
+        with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
+            gradients = torch.autograd.grad(
+                [outputs[position] for position in forward.output_gradients],
+                list(parameters.values()),
+                [g.to(outputs[position].dtype) for position, g in forward.output_gradients.items()],
+                allow_unused=True,
+            )
+            uses += again.uses()
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                dense = gradient.to_dense().double()
+                seen[name] = seen[name] + dense if name in seen else dense
+    return replace(captured, uses=uses), seen

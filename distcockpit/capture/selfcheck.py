@@ -1,0 +1,241 @@
+"""Tracked steps check themselves: what the hooks saw must explain the loss and the gradient of every parameter.
+
+A parameter that is used without calling its module, or a layer that does not compute what its type promises, would
+otherwise leave a silent hole. A parameter is done with once its gradient was explained at a step where it was not
+zero, until all are checked again: at the second, fourth, eighth, ... tracked step, because loops change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from distcockpit.capture.captured import Captured
+from distcockpit.gradients.statistics import GradientSum, SquaredNorms
+from distcockpit.gradients.uses import MicroBatch
+from distcockpit.gradients.walk import walk
+
+# Relative errors that rounding may make, by type; types of lower precision may make LOW_PRECISION.
+GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
+LOW, LOW_PRECISION = (torch.bfloat16, torch.float16), 0.1
+CANCELLATION = 1e-4  # of the norm of a parameter's individual gradients: what may be left where they cancel
+NOISE = 1e-6  # of the norm of the whole gradient: what may be left where a gradient is zero but for rounding
+LOW_PRECISION_NOISE = 3e3  # times as much in models of low or mixed precision
+
+
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    """The norm of all of them together."""
+    return float(sum(float(g.square().sum()) for g in gradients.values())) ** 0.5
+
+
+def check_outputs_tell_all(
+    captured: Sequence[Captured], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
+) -> None:
+    """Whether running the step again from the gradients at the model's outputs gives the parameters theirs.
+
+    Args:
+        captured: The micro-batches.
+        again: The gradients of the second pass.
+        seen: What arrived at the parameters in the first.
+        model: The bare module.
+
+    Raises:
+        RuntimeError: If not; names a parameter and a way out.
+    """
+    whole = norm_of(seen)
+    low = any(use.autocast in LOW for c in captured for use in c.uses)
+    for name, arrived in seen.items():
+        error = float((arrived - again.get(name, torch.zeros_like(arrived))).norm())
+        dtype = model.get_parameter(name).dtype
+        tolerance = LOW_PRECISION if low else GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION)
+        noise = NOISE * (LOW_PRECISION_NOISE if tolerance == LOW_PRECISION else 1) * whole
+        if error > tolerance * float(arrived.norm()) + noise:
+            raise RuntimeError(
+                f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
+                "the model's outputs alone, so that track_batchnorm=True cannot run the step again. Return everything "
+                "that the loss needs from the model's forward."
+            )
+
+
+@dataclass
+class SelfCheck:
+    """Which parameters are still to be checked.
+
+    With one sample there is nothing to tell apart: what was checked then is checked again when there are more.
+    """
+
+    tracked: Mapping[str, nn.Parameter]
+    unchecked: set[str] = field(init=False)
+    last_checked: int = -1  # the latest step at which all was well
+    _checked_alone: set[str] = field(default_factory=set)
+    whole: float = 0.0  # norm of the whole gradient at the latest thorough step
+    closed: set[str] = field(default_factory=set)  # whose calls all had closed forms at the latest of such steps
+    broken: dict[str, int] = field(default_factory=dict)  # what is not right any more, and when that was seen
+    _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
+    _served: set[str] = field(default_factory=set)
+    _count: int = 0  # tracked steps
+    _pause: int = 1  # how many of them go by before what is broken is looked at again
+    _look_again: int = 0
+
+    def __post_init__(self) -> None:
+        self.unchecked = set(self.tracked)
+
+    def begin(self) -> dict[str, nn.Parameter]:
+        """A tracked step begins. All is checked again at the second, fourth, eighth, ... one.
+
+        Returns:
+            The parameters whose gradients are to be watched, by name.
+        """
+        self._count += 1
+        if self.is_thorough:
+            self.unchecked = set(self.tracked)
+            self._quiet = set()
+        elif self._count == self._look_again:
+            self.unchecked |= self.broken.keys()
+        watched = self.unchecked | self._checked_alone
+        return {name: p for name, p in self.tracked.items() if name in watched}
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether this step checks everything."""
+        return self._count & (self._count - 1) == 0
+
+    def due(self, captured: Sequence[Captured]) -> list[str]:
+        """The parameters to examine in this step: those not checked, and those that were, but differ now."""
+        with_weight = [c for c in captured if c.weight]
+        if not with_weight:
+            return []
+        if any(c.batch_size > 1 for c in with_weight):
+            self.unchecked |= self._checked_alone
+            self._checked_alone = set()
+        odd = [use for c in with_weight for use in c.uses if not use.is_separable]
+        differ = {name for use in odd for name in use.layer.parameters.values()}
+        return [name for name in self.tracked if name in self.unchecked | differ]
+
+    @property
+    def not_checked(self) -> set[str]:
+        """The parameters whose gradients were not explained yet, or are not any more."""
+        return self.unchecked | self._quiet | self.broken.keys()
+
+    def passed(self, found: Examination, captured: Sequence[Captured], step: int) -> None:
+        """Nothing is wrong."""
+        explained = found.explained
+        self.unchecked -= {*explained, *found.quiet}
+        self._quiet |= set(found.quiet)
+        self.broken = {name: since for name, since in self.broken.items() if name not in explained}
+        if not self.broken:
+            self._pause = 1
+        self._served |= set(explained)
+        uses = [(name, use) for c in captured for use in c.uses for name in use.layer.parameters.values()]
+        again = {name for name, use in uses if use.closed is None}
+        self.closed = (self.closed - again) | {name for name, _ in uses if name not in again}
+        self.last_checked = step
+        if all(c.batch_size < 2 for c in captured):
+            self._checked_alone |= set(explained)
+
+    def failed(self, names: Iterable[str]) -> None:
+        """These take another route now, which is to be checked."""
+        self.unchecked |= set(names)
+
+    def was_all_right(self, names: Iterable[str]) -> bool:
+        """Whether some of these passed at an earlier step, so that the run has gone on with them."""
+        return not self._served.isdisjoint(names)
+
+    def give_up(self, names: Iterable[str], step: int) -> None:
+        """These are not right any more. It takes the longer until they are looked at again, the longer that lasts."""
+        self.unchecked -= set(names)
+        self._look_again, self._pause = self._count + self._pause, 2 * self._pause
+        self.broken = {**dict.fromkeys(names, step), **self.broken}
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the hooks saw, against what autograd gave the parameters."""
+
+    explained: list[str]  # parameters whose gradient was finite, not zero, and explained
+    quiet: list[str]  # those whose gradient was nothing but rounding
+    unserved: dict[str, tuple[str, list[str]]]  # by parameter: why not, and the modules whose calls do not serve it
+
+
+def examine(
+    captured: Sequence[Captured],
+    seen: Mapping[str, Tensor],
+    model: nn.Module,
+    scopes: Mapping[str, Sequence[str]],
+    unchecked: Iterable[str],
+    whole: float,
+    block_elements: int,
+) -> Examination:
+    """Whether individual gradients can be told apart, and add up to the gradients that autograd gave the parameters.
+
+    Args:
+        captured: The micro-batches, not scaled yet.
+        seen: What arrived at the parameters, summed over backward calls.
+        model: The bare module.
+        scopes: The modules whose calls serve each parameter.
+        unchecked: The parameters to examine.
+        whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
+        block_elements: As for `walk`.
+
+    Raises:
+        OutOfMemoryError: If there is no memory to run a module again.
+    """
+    unserved = {}
+    for name in unchecked:
+        uses = [use for micro in captured for use in micro.uses if name in use.layer.parameters.values()]
+        together = [use for use in uses if not use.is_separable]
+        changed = [use for use in uses if use.inputs_changed]
+        if together:
+            shapes = [str(tuple(g.shape)) for g in together[0].output_gradients.values()]
+            why = f"the output of {together[0].layer}, of shape {', '.join(shapes)}, has no batch axis"
+            unserved[name] = why, [use.layer.scope for use in together]
+        elif changed:
+            why = f"the input of {changed[0].layer} was overwritten"
+            unserved[name] = why, [use.layer.scope for use in changed]
+    rest = [name for name in unchecked if name not in unserved]
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
+    mine = {name: values[name] for name in rest}
+    sums, norms = GradientSum(mine), SquaredNorms(mine)
+    try:
+        walk(batches, values, rest, [sums, norms], block_elements)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a module that cannot be run again; which?
+        for name in list(rest):
+            sums.sums[name].zero_()
+            norms.values[name].zero_()
+            try:
+                walk(batches, values, [name], [sums, norms], block_elements)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as problem:
+                rest.remove(name)
+                text = f"what uses it could not be run again ({type(problem).__name__}: {problem})"
+                unserved[name] = text, list(scopes[name])
+    n = sum(c.batch_size for c in captured)
+    explained, quiet = [], []
+    mixed = {n for c in captured for use in c.uses if use.autocast in LOW for n in use.layer.parameters.values()}
+    low = {name for name in rest if name in mixed or values[name].dtype not in GRADIENT_TOLERANCE}
+    noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
+    for name in rest:
+        total = sums.sums[name]
+        arrived = seen.get(name, torch.zeros_like(total))
+        error, size = float((total - arrived).norm()), float(arrived.norm())
+        everything = float((n * norms.values[name]).sqrt())
+        if not all(map(math.isfinite, (error, size, everything))):
+            continue
+        tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
+        if error > tolerance * size + CANCELLATION * everything + noise:
+            why = f"it received a gradient of norm {size:.3g}, of which the calls that were seen explain all but "
+            why += f"{error:.3g}, so it is used elsewhere too, or something else is differentiated inside `track` (a "
+            unserved[name] = f"{why}penalty on parameters or gradients, torch.autograd.grad)", list(scopes[name])
+        elif size > 0 and error <= tolerance * size + CANCELLATION * everything:
+            explained.append(name)
+        elif size > 0:
+            quiet.append(name)
+    return Examination(explained, quiet, unserved)

@@ -1,0 +1,4 @@
+"""Diagonals, traces and eigenvalues of the pooled curvature.
+
+May import: replay, capture.
+"""

@@ -1,0 +1,335 @@
+"""Diagonal curvature from BackPACK's second-order extensions, in a replay of the step.
+
+The replay uses the unscaled loss, since ``diag_h`` mixes a term that carries a factor on the loss with one that does
+not, and leaves the user's own forward and backward pass as they are. The extensions are put on for the replay and
+taken off again.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from backpack import backpack, extend, extensions
+from backpack.context import CTX
+from backpack.custom_module.graph_utils import convert_module_to_backpack
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from distcockpit.capture.captured import Captured
+from distcockpit.capture.rerun import replayed_loss
+from distcockpit.capture.wrapped import has_children
+from distcockpit.curvature.chain import Chain, NoChainError
+from distcockpit.curvature.hutchinson import gauss_newton_product
+from distcockpit.curvature.lanczos import twice_differentiable_loss
+from distcockpit.replay.rng import set_seed
+
+KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")
+WAY_OUT = (
+    "For traces of any model take curvature='hutchinson' or 'hutchinson_ggn' (HessTrace, TICTrace). Leave quantities "
+    "with curvature out otherwise."
+)
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Which diagonal: of the Hessian, of the GGN, or of a Monte-Carlo estimate of the GGN.
+
+    Args:
+        kind: One of ``KINDS``.
+        mc_samples: Draws per sample for ``diag_ggn_mc``.
+        seed: Base of the seeds of these draws, which differ per step, rank and micro-batch.
+    """
+
+    kind: str = "diag_h"
+    mc_samples: int = 1
+    seed: int = 0
+
+    def extension(self) -> extensions.backprop_extension.BackpropExtension:
+        """BackPACK's extension."""
+        if self.kind == "diag_h":
+            return extensions.DiagHessian()
+        if self.kind == "diag_ggn_exact":
+            return extensions.DiagGGNExact()
+        return extensions.DiagGGNMC(mc_samples=self.mc_samples)
+
+
+class Diagonals:
+    """Diagonal curvature of one model and loss.
+
+    A model that is no chain of modules that BackPACK knows is tried in the form that BackPACK's converter gives it,
+    with sums, scalings and permutations as modules. That form is used for the GGN if every operation in it is a module,
+    and once it was seen to give the right diagonal.
+
+    Args:
+        model: The bare module.
+        loss_fn: The loss module.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: nn.Module | None) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._form: nn.Module | None = None  # the converted one, if it is needed, and was seen to be right
+
+    def check_support(self, quantity: str, curvature: Curvature) -> None:
+        """Refuse early what BackPACK cannot serve.
+
+        Raises:
+            ValueError: Names the loss or the layer, and what to do.
+        """
+        what = f"quantity '{quantity}' (curvature={curvature.kind!r})"
+        problem = _problem_of_loss(curvature, self._loss_fn) or _problem_of_model(curvature, self._model)
+        if problem and not _problem_of_loss(curvature, self._loss_fn) and _converted(curvature, self._model):
+            return
+        if problem:
+            raise ValueError(f"{what} {problem} {WAY_OUT}")
+
+    def of(self, curvature: Curvature, captured: Sequence[Captured], seeds: Sequence[int]) -> dict[str, Tensor]:
+        """Sum over micro-batches of the diagonal curvature of ``sum_i l_i`` (the loss times what it divided by).
+
+        Args:
+            curvature: Which diagonal.
+            captured: The micro-batches.
+            seeds: One seed per micro-batch.
+
+        Returns:
+            float64 tensors of the parameters' shapes, by name; parameters that the loss does not depend on are zero.
+
+        Raises:
+            RuntimeError: If BackPACK cannot serve the model.
+        """
+        trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
+        for micro, seed in zip(captured, seeds, strict=True):
+            if not micro.weight:
+                continue
+            try:
+                diagonal = self._of(curvature, micro, seed, trainable)
+            except Exception as error:
+                if micro.is_broken:  # draws from probabilities that are NaN, for example
+                    total = {name: torch.full_like(t, float("nan")) for name, t in total.items()}
+                    continue
+                raise RuntimeError(
+                    f"curvature={curvature.kind!r} could not be computed for {type(self._model).__name__}: {error} "
+                    f"BackPACK needs a model that is a chain of modules it knows. {WAY_OUT}"
+                ) from error
+            for name, result in diagonal.items():
+                total[name] += result.double() * micro.scale.divisor
+        return total
+
+    def _of(
+        self, curvature: Curvature, micro: Captured, seed: int, parameters: Mapping[str, nn.Parameter]
+    ) -> dict[str, Tensor]:
+        assert self._loss_fn is not None  # checked at construction
+        problem = "" if self._form is None or curvature.kind == "diag_h" else "it is no chain of modules."
+        if not problem:
+            problem = _problem_of_model(curvature, self._model) or ""
+        if not problem:
+            try:
+                return _differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)
+            except NoChainError as error:
+                problem = str(error)
+        form = self._form or _converted(curvature, self._model)
+        if form is None or curvature.kind == "diag_h":
+            raise RuntimeError(problem)
+        modes = {path: module.training for path, module in self._model.named_modules()}
+        for path, module in form.named_modules():
+            module.training = modes.get(path, self._model.training)
+        if self._form is None:
+            exact = _differentiate(extensions.DiagGGNExact(), form, self._loss_fn, micro, seed, parameters)
+            _check_elements(exact, self._model, self._loss_fn, micro, parameters)
+            self._form = form
+        return _differentiate(curvature.extension(), form, self._loss_fn, micro, seed, parameters)
+
+
+def _problem_of_loss(curvature: Curvature, loss_fn: nn.Module | None) -> str | None:
+    """Why BackPACK has no second derivative of the loss, if it has none."""
+    supported = curvature.extension()._BackpropExtension__module_extensions
+    if type(loss_fn) not in supported:
+        losses = [kind.__name__ for kind in supported if issubclass(kind, nn.modules.loss._Loss)]
+        return f"needs loss_fn to be one of {losses}, not {'None' if loss_fn is None else type(loss_fn).__name__}."
+    for option in ("weight", "pos_weight"):
+        if getattr(loss_fn, option, None) is not None:
+            return (
+                f"does not support {type(loss_fn).__name__}({option}=...): BackPACK has no second derivative for it. "
+                f"Use a loss without {option}."
+            )
+    ignored = getattr(loss_fn, "ignore_index", -100)
+    if ignored != -100:
+        return (
+            f"does not support {type(loss_fn).__name__}(ignore_index={ignored}): BackPACK has no second derivative "
+            "for it."
+        )
+    return None
+
+
+def _problem_of_model(curvature: Curvature, model: nn.Module) -> str | None:
+    """Which layer BackPACK does not serve, if there is one."""
+    supported = curvature.extension()._BackpropExtension__module_extensions
+    owner: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shared = parameter in owner
+            if parameter.requires_grad and (shared or has_children(module)):
+                why = f"is shared with layer '{owner[parameter]}'" if shared else "belongs to a module with children"
+                return (
+                    f"does not support parameter '{path}.{name}': it {why}, and BackPACK needs each parameter in one "
+                    "leaf module."
+                )
+            owner[parameter] = path
+    for path, module in _leaves(model):
+        if getattr(module, "padding_mode", "zeros") != "zeros" or isinstance(getattr(module, "padding", 0), str):
+            return (
+                f"does not support layer '{path}' ({type(module).__name__}) with padding={module.padding!r}, "
+                f"padding_mode={getattr(module, 'padding_mode', None)!r}: BackPACK pads with zeros, by numbers. Use "
+                "such a padding."
+            )
+        if type(module) not in supported:
+            return f"does not support layer '{path}' ({type(module).__name__}). Use another curvature or another layer."
+    return None
+
+
+def _converted(curvature: Curvature, model: nn.Module) -> nn.Module | None:
+    """The model in the form that BackPACK's converter gives it, with the same parameters; ``None`` if it has none.
+
+    The converter writes to what it converts, so it is given a copy of the modules.
+    """
+    if curvature.kind == "diag_h":  # its sums and scalings have no second-order extension for the Hessian
+        return None
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an operation that is left over is no more than a warning
+            form = convert_module_to_backpack(copy.deepcopy(model, memo), debug=False)
+    except Exception:  # control flow, operations that it does not know
+        return None
+    mine = {id(p) for p in model.parameters() if p.requires_grad}
+    same = mine == {id(p) for p in form.parameters() if p.requires_grad}
+    return form if same and _problem_of_model(curvature, form) is None else None
+
+
+def _check_elements(
+    diagonal: Mapping[str, Tensor],
+    model: nn.Module,
+    loss_fn: nn.Module,
+    micro: Captured,
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Compare the largest element of each parameter's diagonal with a product of the matrix and a unit vector.
+
+    Raises:
+        RuntimeError: If one differs.
+    """
+    leaves = list(parameters.values())
+    with twice_differentiable_loss(model, loss_fn, micro) as (loss, outputs):
+        product = gauss_newton_product(loss, outputs, leaves)
+        for k, name in enumerate(parameters):
+            d = int(diagonal[name].abs().argmax()) if name in diagonal else 0
+            unit = [torch.zeros_like(p) for p in leaves]
+            unit[k].view(-1)[d] = 1
+            expected = float(product(unit)[k].reshape(-1)[d])
+            found = float(diagonal[name].reshape(-1)[d]) if name in diagonal else 0.0
+            if abs(found - expected) > 1e-2 * abs(expected) + 1e-7:
+                raise RuntimeError(
+                    f"Its diagonal at '{name}' would be {found:.4g} where the GGN has {expected:.4g}: BackPACK's "
+                    "converted form of the model is not the model."
+                )
+
+
+def _take(savefield: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What BackPACK left on the parameters, taken off them."""
+    return {name: p.__dict__.pop(savefield) for name, p in parameters.items() if savefield in p.__dict__}
+
+
+def _differentiate(
+    extension: extensions.backprop_extension.BackpropExtension,
+    form: nn.Module,
+    loss_fn: nn.Module,
+    micro: Captured,
+    seed: int,
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """The diagonal from a replay of a micro-batch under an extension.
+
+    Args:
+        extension: BackPACK's extension.
+        form: The model, as a chain of modules or as a graph of them.
+        loss_fn: The loss module.
+        micro: The micro-batch.
+        seed: Of random draws.
+        parameters: The parameters, on which BackPACK leaves its results.
+
+    Raises:
+        RuntimeError: If the graph does not compute the loss that the model had.
+    """
+    _check_targets(loss_fn, micro)
+    try:
+        with _extended(form, loss_fn) as chain, replayed_loss(form, loss_fn, micro) as (loss, _):
+            if not isinstance(form, GraphModule):
+                chain.check()
+            elif not torch.allclose(loss.double(), micro.losses[0].value.double(), rtol=1e-3):
+                raise RuntimeError("BackPACK's converted form of the model does not compute the model's loss any more.")
+            set_seed(loss.device, seed)
+            with backpack(extension), warnings.catch_warnings():
+                # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
+                warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+                torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    finally:
+        taken = _take(extension.savefield, parameters)
+    return taken
+
+
+def _check_targets(loss_fn: nn.Module, micro: Captured) -> None:
+    """BackPACK's Hessian of the cross-entropy takes every target as one that counts, with probabilities of sum 1.
+
+    Raises:
+        RuntimeError: If the targets are others.
+    """
+    if not isinstance(loss_fn, nn.CrossEntropyLoss):
+        return
+    for call in micro.losses:
+        target = call.args[1] if len(call.args) > 1 else call.kwargs["target"]
+        if not target.is_floating_point() and bool((target == loss_fn.ignore_index).any()):
+            raise RuntimeError(f"Targets hold ignore_index={loss_fn.ignore_index}, for which BackPACK is wrong.")
+        if target.is_floating_point() and not torch.allclose(target.sum(1), target.new_ones(()), atol=1e-3):
+            raise RuntimeError("Target probabilities do not add up to 1, for which BackPACK is wrong.")
+
+
+@contextmanager
+def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[Chain, None, None]:
+    """BackPACK's hooks, and ours that check the chain, on the leaf modules and the loss; off again at the end."""
+    chain, leaves, before = Chain(), list(_leaves(model)), len(CTX.hook_handles)
+    handles = []
+    flagged = [module for _, module in leaves if not hasattr(module, "_backpack_extend")]
+    flagged += [] if hasattr(loss_fn, "_backpack_extend") else [loss_fn]
+    try:
+        for path, module in [*leaves, ("the loss", loss_fn)]:
+            extend(module)
+            first = slice(1) if module is loss_fn else slice(None)
+            handles.append(module.register_forward_pre_hook(_before(chain, path, first)))
+            handles.append(module.register_forward_hook(_after(chain, path)))
+        yield chain
+    finally:
+        for handle in [*handles, *CTX.hook_handles[before:]]:
+            handle.remove()
+        del CTX.hook_handles[before:]
+        for module in flagged:
+            module.__dict__.pop("_backpack_extend", None)
+            for name in [n for n in module.__dict__ if n == "output" or n[:5] == "input" and n[5:].isdigit()]:
+                del module.__dict__[name]
+
+
+def _before(chain: Chain, path: str, which: slice) -> Callable[..., None]:
+    return lambda module, args: chain.before(path, args[which])
+
+
+def _after(chain: Chain, path: str) -> Callable[..., None]:
+    return lambda module, args, output: chain.after(path, output)
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((path, module) for path, module in model.named_modules() if not has_children(module))

@@ -1,0 +1,292 @@
+"""An extreme eigenvalue of the pooled Hessian: Lanczos on rank 0, products with vectors on all ranks.
+
+The Hessian of the pooled loss is the sum over ranks of (w_r/W) H_r. For every product rank 0 tells a vector to all
+ranks, each multiplies with its own part by differentiating twice through a replay of the step, and the results are
+added. The replay calls the bare module, so that no hook of DDP takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from distcockpit.capture.batch_norm import batch_statistics
+from distcockpit.capture.captured import Captured
+from distcockpit.capture.rerun import replayed_loss
+from distcockpit.world import World
+
+WHICH = ("LM", "LA")
+STATUS = ("converged", "not_converged", "not_finite", "no_samples")
+
+
+@dataclass(frozen=True)
+class LargestEigenvalue:
+    """Which eigenvalue, and how exactly.
+
+    Args:
+        which: "LM": the largest in magnitude, with its sign; "LA": the largest.
+        tolerance: Bound on the residual of the eigenpair, relative to the eigenvalue; the error of the eigenvalue is
+            of its square.
+        max_products: Products with vectors after which to give up.
+        seed: Of the first vector.
+    """
+
+    which: str = "LM"
+    tolerance: float = 1e-4
+    max_products: int = 500
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Eigenvalue:
+    """What was found."""
+
+    value: float  # NaN where there is none
+    status: str  # one of STATUS
+    products: int
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+class _GiveUpError(Exception):
+    """The iteration cannot go on."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def largest_eigenvalue(
+    wanted: LargestEigenvalue,
+    world: World,
+    model: nn.Module,
+    loss_fn: nn.Module | None,
+    parameters: Mapping[str, nn.Parameter],
+    captured: Sequence[Captured],
+    weight: float,
+    confirm: Callable[[], None],
+) -> Eigenvalue:
+    """The eigenvalue, on rank 0; other ranks help, and get what is not one.
+
+    Args:
+        wanted: Which.
+        world: The ranks.
+        model: The bare module.
+        loss_fn: The loss module; ``None`` if the model returns its loss.
+        parameters: The Hessian's variables.
+        captured: This rank's micro-batches.
+        weight: W of all ranks.
+        confirm: Makes sure that all ranks are about to begin; called when nothing is left to allocate.
+
+    Raises:
+        RuntimeError: On all ranks, if one of them could not differentiate the step twice.
+    """
+    size = sum(p.numel() for p in parameters.values())
+    device = next(iter(parameters.values())).device
+    with _local_products(model, loss_fn, parameters, captured, weight) as product:
+        shared = _SharedProduct(world, product, size, device)
+        confirm()
+        if not weight:
+            return Eigenvalue(float("nan"), "no_samples", 0)
+        if world.rank:
+            shared.help()
+            return Eigenvalue(float("nan"), "not_converged", 0)
+        try:
+            return _lanczos(wanted, shared, size)
+        finally:
+            shared.stop()
+
+
+def _lanczos(wanted: LargestEigenvalue, shared: _SharedProduct, size: int) -> Eigenvalue:
+    from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh  # noqa: PLC0415 - slow to import
+
+    count = 0
+
+    def multiply(v: np.ndarray) -> np.ndarray:
+        nonlocal count
+        if count == wanted.max_products:
+            raise _GiveUpError("not_converged")
+        count += 1
+        result = shared(np.ravel(v))
+        if not np.isfinite(result).all():
+            raise _GiveUpError("not_finite")
+        return result
+
+    start = np.random.default_rng(wanted.seed).standard_normal(size)
+    try:
+        if not multiply(start).any():  # a random vector is in the null space: there is nothing else
+            return Eigenvalue(0.0, "converged", count)
+        if size == 1:
+            return Eigenvalue(float(multiply(np.ones(1))[0]), "converged", count)
+        operator = LinearOperator((size, size), matvec=multiply, dtype=np.float64)
+        value = eigsh(
+            operator,
+            k=1,
+            which=wanted.which,
+            v0=start,
+            tol=wanted.tolerance,
+            maxiter=wanted.max_products,
+            return_eigenvectors=False,
+        )[0]
+    except _GiveUpError as reason:
+        return Eigenvalue(float("nan"), reason.status, count)
+    except ArpackError:
+        return Eigenvalue(float("nan"), "not_converged", count)
+    return Eigenvalue(float(value), "converged", count)
+
+
+class _SharedProduct:
+    """The product with the pooled Hessian. Rank 0 calls it; the other ranks call ``help``."""
+
+    def __init__(self, world: World, product: Product, size: int, device: torch.device) -> None:
+        self._world, self._product = world, product
+        self._message = torch.zeros(size + 1, dtype=torch.float64, device=device)  # the last element: go on
+        self._reply = torch.zeros_like(self._message)  # the last element: failed
+        self._over = False
+
+    def __call__(self, vector: np.ndarray) -> np.ndarray:
+        self._message[:-1] = torch.from_numpy(vector).to(self._message.device)
+        self._message[-1] = 1
+        self._world.tell(self._message)
+        return self._answer().cpu().numpy()
+
+    def help(self) -> None:
+        """Take part in products until rank 0 stops."""
+        while self._world.tell(self._message)[-1]:
+            self._answer()
+
+    def stop(self) -> None:
+        """Let the other ranks go, unless they have gone."""
+        if not self._over:
+            self._world.tell(self._message.zero_())
+
+    def _answer(self) -> Tensor:
+        """The pooled product.
+
+        Raises:
+            RuntimeError: On all ranks, if this one or another failed.
+        """
+        answer, problem = self._reply.zero_(), None
+        try:
+            answer[:-1] = self._product(self._message[:-1])
+        except Exception as error:
+            problem = error
+            answer[-1] = 1
+        failed = self._world.pool(answer)[-1]
+        if failed:
+            self._over = True
+            raise RuntimeError(
+                "The Hessian's eigenvalue could not be computed: "
+                + (f"{problem} " if problem else f"{int(failed)} other rank(s) failed; their own errors say why. ")
+                + "HessMaxEV needs a model that can be differentiated twice. Leave it out."
+            ) from problem
+        return answer[:-1]
+
+
+@contextmanager
+def _local_products(
+    model: nn.Module,
+    loss_fn: nn.Module | None,
+    parameters: Mapping[str, nn.Parameter],
+    captured: Sequence[Captured],
+    weight: float,
+) -> Generator[Product, None, None]:
+    """This rank's part of the product: the sum over its micro-batches of ``(w/W) H v``.
+
+    With one micro-batch the graph of the gradient is built once; with several it is built anew for each product, so
+    that no more than one micro-batch is in memory, which is why they are micro-batches.
+    """
+    leaves = list(parameters.values())
+    micros = [micro for micro in captured if micro.weight]
+    with ExitStack() as stack:
+        kept: list[list[Tensor]] = []
+
+        def product(vector: Tensor) -> Tensor:
+            parts = vector.split([p.numel() for p in leaves])
+            direction = [v.view_as(p).to(p.dtype) for v, p in zip(parts, leaves, strict=True)]
+            if len(micros) == 1 and not kept:
+                kept.append(stack.enter_context(_gradient(model, loss_fn, leaves, micros[0])))
+            total = torch.zeros_like(vector)
+            for micro in micros:
+                with ExitStack() as passing:
+                    gradient = kept[0] if kept else passing.enter_context(_gradient(model, loss_fn, leaves, micro))
+                    total += _differentiate(gradient, leaves, direction) * (micro.scale.divisor / weight)
+            return total
+
+        yield product
+
+
+@contextmanager
+def twice_differentiable_loss(
+    model: nn.Module, loss_fn: nn.Module | None, micro: Captured
+) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
+    """The unscaled loss of a micro-batch, and the outputs that it was computed from, in a graph to differentiate twice.
+
+    Attention takes the kernel that has a second derivative, and so do recurrent layers. Batch norms in training mode
+    hold the statistics of the batch as constants.
+    """
+    statistics = batch_statistics(micro.passes[0], model)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        _without_cudnn(),
+        replayed_loss(model, loss_fn, micro, statistics) as (loss, outputs),
+    ):
+        yield loss, outputs
+
+
+@contextmanager
+def _gradient(
+    model: nn.Module, loss_fn: nn.Module | None, leaves: Sequence[nn.Parameter], micro: Captured
+) -> Generator[list[Tensor], None, None]:
+    """The gradient of the unscaled loss of a micro-batch, to be differentiated again."""
+    with twice_differentiable_loss(model, loss_fn, micro) as (loss, _):
+        gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
+        check_twice_differentiable(gradient)
+        yield gradient
+
+
+@contextmanager
+def _without_cudnn() -> Generator[None, None, None]:
+    """Its recurrent layers have no second derivative."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
+    """Whether a function without a second derivative took part.
+
+    torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs it, since
+    no input lies behind it, and would be wrong without a word.
+
+    Raises:
+        RuntimeError: If so.
+    """
+    nodes = [g.grad_fn for g in gradient if g.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function marked with @once_differentiable took part in the step.")
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
+
+
+def _differentiate(gradient: Sequence[Tensor], leaves: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
+    pairs = [(g, v) for g, v in zip(gradient, direction, strict=True) if g.requires_grad]
+    if not pairs:
+        return torch.cat([torch.zeros_like(p, dtype=torch.float64).reshape(-1) for p in leaves])
+    outputs, vectors = zip(*pairs, strict=True)
+    result = torch.autograd.grad(outputs, leaves, vectors, retain_graph=True, materialize_grads=True)
+    return torch.cat([r.double().reshape(-1) for r in result])

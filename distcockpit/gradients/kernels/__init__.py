@@ -1,0 +1,228 @@
+"""Passes over many numbers: one interface, and the same counts from every implementation.
+
+Every value falls into one *slot*. For ``b`` bins with edges ``e_0 < ... < e_b`` there are ``b + 5`` slots, in
+this order::
+
+    -inf | below e_0 | bin 0 | ... | bin b-1 | above e_b | +inf | NaN
+
+Bins are half-open, ``[e_k, e_{k+1})``, the last one is closed: the convention of ``numpy.histogram``. A slot is
+found by comparing the value with the edges, never by arithmetic alone, so that a value on an edge (an exact zero
+above all) lands where the definition says.
+
+All functions return int64 counts on the device of their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distcockpit.gradients.kernels import reference
+
+try:
+    from distcockpit.gradients.kernels import numba_cpu
+except ImportError:  # the extra "fast" is not installed
+    numba_cpu = None  # type: ignore[assignment]
+
+BINNED = (torch.float32, torch.float64)
+
+OUTSIDE = 5
+"""How many slots there are beside the bins."""
+
+
+def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
+    """Edges of ``bins`` equal bins from ``low`` to ``high``.
+
+    ``e_k = (low (b - k) + high k) / b`` with exact ends: the middle edge of a symmetric range is exactly 0.
+
+    Returns:
+        float64, shape ``[bins + 1]``.
+    """
+    k = np.arange(bins + 1, dtype=np.float64)
+    edges = (low * (bins - k) + high * k) / bins
+    edges[0], edges[-1] = low, high
+    return edges
+
+
+def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Values of type ``dtype`` at which the slot number rises by one.
+
+    For ``v`` of that type, ``v >= e_k`` exactly if ``v >= t_k``, where ``t_k`` is the smallest number of the type
+    that is not below ``e_k``. The slot of ``v`` is the number of thresholds that are not above it.
+
+    Args:
+        edges: float64, shape ``[b + 1]``.
+        dtype: ``torch.float32`` or ``torch.float64``.
+
+    Returns:
+        Tensor of shape ``[b + 3]``, on the CPU, not to be written to.
+    """
+    return _thresholds(edges.tobytes(), dtype)
+
+
+@lru_cache(64)
+def _thresholds(edge_bytes: bytes, dtype: torch.dtype) -> Tensor:
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    edges = np.frombuffer(edge_bytes, np.float64)
+    with np.errstate(over="ignore"):
+        rounded = edges.astype(kind)
+    up = np.nextafter(rounded, kind(np.inf))
+    starts = np.where(np.less(rounded, edges), up, rounded)[:-1]
+    end = up[-1] if rounded[-1] <= edges[-1] else rounded[-1]
+    return torch.from_numpy(np.concatenate([[np.finfo(kind).min], starts, [end, np.inf]]).astype(kind))
+
+
+def binnable(values: Tensor) -> Tensor:
+    """``values`` in a type that is binned directly: float64 stays, everything else becomes float32 (exact)."""
+    values = values.detach() if values.requires_grad else values
+    return values if values.dtype in BINNED else values.float()
+
+
+def slots(values: Tensor, edges: np.ndarray) -> Tensor:
+    """Slot number of every value: int32, the shape of ``values``."""
+    values = binnable(values)
+    return _implementation(values).slots(values, thresholds(edges, values.dtype).to(values.device)).int()
+
+
+def slot_of_zero(edges: np.ndarray) -> int:
+    """Slot number of an exact zero."""
+    return int(np.searchsorted(thresholds(edges, torch.float64).numpy(), 0.0, side="right"))
+
+
+def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
+    """Counts of all elements of ``values``.
+
+    Returns:
+        int64, shape ``[b + 5]``.
+    """
+    values = binnable(values)
+    return _implementation(values).count_block(values, thresholds(edges, values.dtype).to(values.device))
+
+
+def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
+    """Counts of all products ``delta[n, o] * x[n, i]``.
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        edges: float64, shape ``[b + 1]``.
+
+    Returns:
+        int64, shape ``[b + 5]``.
+    """
+    delta, x = binnable(delta), binnable(x)
+    return _implementation(x).count_outer(delta, x, thresholds(edges, x.dtype).to(x.device))
+
+
+def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``).
+
+    Args:
+        values: Shape ``[N, D]``.
+        edges: float64, shape ``[b + 1]``.
+        columns: Column of each ``d``, an integer, shape ``[D]``.
+        n_columns: How many columns there are.
+
+    Returns:
+        int64, shape ``[b + 5, n_columns]``.
+    """
+    values = binnable(values)
+    limits = thresholds(edges, values.dtype).to(values.device)
+    return _implementation(values).count_block_2d(values, limits, columns, n_columns)
+
+
+def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
+    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``).
+
+    Args:
+        delta: Shape ``[N, O]``.
+        x: Shape ``[N, I]``.
+        edges: float64, shape ``[b + 1]``.
+        columns: Integers, shape ``[O, I]``.
+        n_columns: How many columns there are.
+
+    Returns:
+        int64, shape ``[b + 5, n_columns]``.
+    """
+    delta, x = binnable(delta), binnable(x)
+    limits = thresholds(edges, x.dtype).to(x.device)
+    return _implementation(x).count_outer_2d(delta, x, limits, columns, n_columns)
+
+
+def add_sums(sums: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]``, in float64, to ``sums``.
+
+    Args:
+        sums: float64, changed in place.
+        values: Shape ``[N, *sums.shape]``.
+    """
+    values = binnable(values)
+    _implementation(values).add_sums(sums, values)
+
+
+def count_nonfinite(values: Tensor) -> Tensor:
+    """How many elements are NaN or infinite; an int64 number."""
+    values = binnable(values)
+    return _implementation(values).count_nonfinite(values)
+
+
+def count_small(values: Tensor, epsilon: float) -> Tensor:
+    """How many elements ``|values[a, c, i]| <= epsilon`` there are for each c; NaN is none.
+
+    Args:
+        values: Shape ``[A, C, I]``.
+        epsilon: At least 0; compared in the type of the values.
+
+    Returns:
+        int64, shape ``[C]``.
+    """
+    values = binnable(values)
+    return _implementation(values).count_small(values, epsilon)
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of all squares, squared and added in float64; a number."""
+    values = binnable(values)
+    return _implementation(values).squared_norm(values)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares of each tensor, as `squared_norm`: float64 ``[len(tensors)]``, at least one."""
+    return _implementation(tensors[0]).squared_norms([binnable(t) for t in tensors])
+
+
+def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The inner product of each tensor with its other, in float64: ``[len(tensors)]``, at least one."""
+    return _implementation(tensors[0]).inner_products([binnable(t) for t in tensors], [binnable(t) for t in others])
+
+
+def inner_rows(values: Tensor, others: Tensor) -> Tensor:
+    """Inner products of rows, multiplied and added in float64: ``[N]``.
+
+    Args:
+        values: Shape ``[N, D]``.
+        others: Shape ``[N, D]``, or ``[D]`` for all rows alike.
+    """
+    values, others = binnable(values), binnable(others)
+    return _implementation(values).inner_rows(values, others)
+
+
+def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
+    """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``, both in float64.
+
+    Args:
+        sums: float64, changed in place.
+        squares: float64 of the same shape, changed in place.
+        values: Shape ``[N, *sums.shape]``.
+    """
+    values = binnable(values)
+    _implementation(values).add_powers(sums, squares, values)
+
+
+def _implementation(values: Tensor) -> ModuleType:
+    return numba_cpu if numba_cpu is not None and values.is_cpu else reference

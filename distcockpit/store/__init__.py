@@ -1,0 +1,4 @@
+"""The Zarr store of a run: its schema, its keys, the thread that writes it, and reading one that anybody wrote.
+
+Imports no other folder, and no torch.
+"""

@@ -1,0 +1,154 @@
+"""One writer at a time: a key in the store that says who writes it, renewed while he lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distcockpit.store.keys import Keys
+
+KEY = "writer/zarr.json"
+"""A group of Zarr without members, so that a reader who lists the store finds nothing strange."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who writes."""
+
+    host: str  # with the name space of its processes: two containers may have one name
+    process: int
+    started: str  # when the process began, in the host's own words: numbers of processes come again
+    token: str
+
+    @classmethod
+    def this(cls) -> Writer:
+        """This process."""
+        return cls(_host(), os.getpid(), _start_of(os.getpid()), uuid.uuid4().hex)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended: only what ran on this host can be."""
+        return self.host == _host() and _start_of(self.process) != self.started
+
+
+class Lock:
+    """The right to write a store.
+
+    Args:
+        keys: The store.
+        stale_seconds: Who did not renew his lock for so long has lost it.
+    """
+
+    def __init__(self, keys: Keys, stale_seconds: float) -> None:
+        self._keys, self._stale_seconds = keys, stale_seconds
+        self.writer = Writer.this()
+        self._renewed = 0.0
+
+    def check(self, *, patient: bool) -> bool:
+        """Whether somebody who is gone holds the lock.
+
+        Args:
+            patient: Wait for a lock to become stale, as long as nobody renews it.
+
+        Raises:
+            FileExistsError: If somebody writes the store.
+        """
+        first = found = self._held()
+        while found is not None and not self._is_stale(*found):
+            if not patient or found != first:
+                who, when = found
+                is_own = (who.host, who.process) == (self.writer.host, self.writer.process)
+                own = "It is an earlier cockpit of this very process: close it (cockpit.close()). " if is_own else ""
+                raise FileExistsError(
+                    f"store={self._keys.name!r} is being written by process {who.process} on {who.host}, which gave "
+                    f"a sign of life {max(0.0, time.time() - when):.0f} s ago. Wait for its end, or choose another "
+                    f"path. {own}If it is gone, its lock ends {self._stale_seconds:g} s after the last sign "
+                    "(lock_seconds=)."
+                )
+            time.sleep(min(1.0, self._stale_seconds / 20))
+            found = self._held()
+        return found is not None
+
+    def take(self) -> None:
+        """Take the lock, which `check` found free.
+
+        Raises:
+            FileExistsError: If somebody else was faster.
+        """
+        if not self._keys.create(KEY, self._document()):
+            self._keys.put({KEY: self._document()})
+        held = self._held()
+        if held is None or held[0] != self.writer:
+            raise FileExistsError(f"store={self._keys.name!r}: another process began to write it at the same time.")
+        self._renewed = time.monotonic()
+
+    def renew(self) -> None:
+        """Give a sign of life, if the last one is a while ago.
+
+        Raises:
+            FileExistsError: If somebody took the lock, because the last sign was too long ago.
+        """
+        if self.seconds_to_renewal <= 0:
+            self._renewed = time.monotonic()  # also where it fails: the next one will be in time
+            held = self._held()
+            if held is not None and held[0] != self.writer:
+                raise FileExistsError(f"{self._keys.name} has another writer now, process {held[0].process}")
+            self._keys.put({KEY: self._document()})
+
+    @property
+    def seconds_to_renewal(self) -> float:
+        """When the next sign of life is due."""
+        return self._renewed + self._stale_seconds / 4 - time.monotonic()
+
+    def release(self) -> None:
+        """Let others write."""
+        held = self._held()
+        if held is not None and held[0] == self.writer:
+            self._keys.delete([KEY])
+
+    def _is_stale(self, who: Writer, when: float) -> bool:
+        return who.is_dead or time.time() - when > self._stale_seconds
+
+    def _held(self) -> tuple[Writer, float] | None:
+        data = self._keys.get_one(KEY)
+        if data is None:
+            return None
+        try:
+            known: dict[str, Any] = dict(json.loads(data)["attributes"])
+            when = float(known.pop("time"))
+            return Writer(**known), when
+        except (ValueError, KeyError, TypeError):
+            return None  # what cannot be read holds nobody
+
+    def _document(self) -> bytes:
+        attributes = {**asdict(self.writer), "time": time.time()}
+        return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
+
+
+def _host() -> str:
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _start_of(process: int) -> str:
+    """When a process of this host began; "none" if it has ended, empty where the system does not tell."""
+    try:
+        state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "none" if state in "ZX" else rest[18]
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return "none"
+    except OSError:
+        pass
+    return ""

@@ -1,0 +1,287 @@
+"""The background thread of rank 0: waits for totals, finalizes quantities, appends rows, commits.
+
+Nothing that happens to the store reaches the training: a full queue makes a step wait once, then rows are dropped and
+counted; a store that fails keeps its rows in memory and is tried again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from distcockpit.store.run_store import RunStore
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waking it takes longer than a row does
+POLL_SECONDS = 0.01  # between two looks at sums that are not there yet
+GRACE_SECONDS = 2.0  # for sums that are on their way when the run ends in disorder
+AGAIN_SECONDS = 1.0  # between two attempts of something that must not fail
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When rows are written, and how long anybody waits.
+
+    Args:
+        flush_seconds: Longest time between two commits while rows wait.
+        flush_rows: Most rows that wait for a commit.
+        queue_steps: Tracked steps that may wait for the thread.
+        wait_seconds: Longest time that a step waits for a full queue.
+        store_seconds: Longest time to wait for the store at a flush and at the end.
+    """
+
+    flush_seconds: float = 30.0
+    flush_rows: int = 4096
+    queue_steps: int = 1024
+    wait_seconds: float = 1.0
+    store_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be done on the thread.
+
+    Args:
+        run: Takes the store, and says whether a commit is due.
+        rows: Rows that are lost if it is not done.
+        is_ready: Whether it would not wait for other ranks.
+        insist: It must succeed before anything else is done.
+    """
+
+    run: Callable[[RunStore], bool]
+    rows: int = 0
+    is_ready: Callable[[], bool] = field(default=lambda: True)
+    insist: bool = False
+
+
+class Writer:
+    """Runs jobs in order on a daemon thread, so that training never waits for the disk.
+
+    Args:
+        store: The run's store.
+        pace: When to write.
+    """
+
+    def __init__(self, store: RunStore, pace: Pace) -> None:
+        self._store, self._pace = store, pace
+        self._jobs: queue.Queue[Job | None] = queue.Queue(pace.queue_steps)
+        self._pid = os.getpid()
+        self._closed, self._last_state = False, "closed"
+        self._hurry = threading.Event()
+        self._commit_now = threading.Event()  # also while sums are awaited
+        self._last_commit = time.monotonic()
+        self._dropped = 0  # by the training thread, since the thread last looked
+        self._dropped_before = store.dropped_rows  # in earlier segments
+        self._is_dropping = False
+        self._in_hand = 0  # rows of the job that the thread has taken
+        self._deadline = float("inf")  # after it nobody waits for sums or for the store
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
+        self._thread.start()
+
+    # -- on the training thread ----------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Do this on the thread; if its queue stays full, drop it."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        try:
+            # A step waits once. While the thread stays behind, the next ones do not.
+            self._jobs.put(job, not self._is_dropping, self._pace.wait_seconds)
+            self._is_dropping = False
+        except queue.Full:
+            self._dropped += job.rows
+            if not self._is_dropping:
+                logger.warning(
+                    "distcockpit: %s takes rows too slowly; %d tracked steps wait, and new rows are dropped until it "
+                    "has caught up. The attribute dropped_rows of the store counts them.",
+                    self._store.name,
+                    self._pace.queue_steps,
+                )
+            self._is_dropping = True
+        if self._jobs.qsize() >= self._pace.queue_steps // 4:
+            self._hurry.set()
+
+    def flush(self) -> bool:
+        """Wait until all that was submitted is committed, or the store takes too long; says whether it is."""
+        if os.getpid() != self._pid or self._closed:
+            return True
+        done = threading.Event()
+        good: list[bool] = []
+
+        def job(store: RunStore) -> bool:
+            good.append(self._commit())
+            done.set()
+            return False
+
+        deadline = time.monotonic() + self._pace.store_seconds
+        self._commit_now.set()
+        try:
+            self._jobs.put(Job(job), timeout=self._pace.store_seconds)
+        except queue.Full:
+            return False
+        while not done.wait(0.1) and self._thread.is_alive() and time.monotonic() < deadline:
+            self._hurry.set()
+        return good == [True]
+
+    def close(self, state: str = "closed", *, wait_for_ranks: bool = True) -> None:
+        """Write what is there, with this state of the run, and end the thread. Calling it again does nothing.
+
+        Args:
+            state: What the store says of the run.
+            wait_for_ranks: Whether sums may still be on their way; otherwise what is not there is lost.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return
+        self._closed, self._last_state = True, state
+        if not wait_for_ranks:
+            self._deadline = time.monotonic() + GRACE_SECONDS
+        ends = time.monotonic() + self._pace.store_seconds
+        try:
+            self._hurry.set()
+            self._jobs.put(None, timeout=self._pace.store_seconds)
+            while self._thread.is_alive() and time.monotonic() < ends:
+                self._hurry.set()
+                self._thread.join(0.05)
+        except queue.Full:
+            pass
+        self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        """Say what did not reach the store."""
+        late = sum(job.rows for job in list(self._jobs.queue) if job is not None)
+        lost = self._store.unwritten_rows + late + self._in_hand
+        if self._thread.is_alive():
+            self._deadline = 0.0
+            self.error = self.error or TimeoutError(f"{self._store.name} did not answer")
+        if lost:
+            why = f" ({type(self.error).__name__}: {self.error})" if self.error else ""
+            logger.warning("distcockpit: %d rows did not reach %s%s.", lost, self._store.name, why)
+        if dropped := self._store.dropped_rows - self._dropped_before:
+            logger.warning("distcockpit: %d rows were lost on the way to %s, see above.", dropped, self._store.name)
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        waiting, failed = False, False
+        while True:
+            due = self._last_commit + self._pace.flush_seconds - time.monotonic() if waiting else float("inf")
+            was_idle = self._jobs.empty()
+            job: Job | None = None
+            try:
+                job = self._jobs.get(timeout=max(0.0, min(due, self._store.seconds_to_renewal)))
+                if job is None:
+                    break
+                self._in_hand = job.rows
+                if was_idle:
+                    self._hurry.wait(PAUSE_SECONDS)
+                    self._hurry.clear()
+            except queue.Empty:
+                if self._closed:  # the queue was full when it should have been told
+                    break
+            self._renew()
+            commit_due = job is not None and self._do(job)
+            self._in_hand = 0
+            waiting = waiting or job is not None
+            many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
+            if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time
+                waiting = failed = not self._commit()
+        if not self._commit(self._last_state):
+            time.sleep(AGAIN_SECONDS)
+            self._commit(self._last_state)
+        try:
+            self._store.release()
+        except Exception:  # others will find the lock stale
+            logger.debug("distcockpit: the lock could not be removed.", exc_info=True)
+
+    def _do(self, job: Job) -> bool:
+        try:
+            is_ready = self._wait_for_ranks(job)
+        except Exception as error:  # of the accelerator, for example
+            self._dropped += job.rows
+            self.report(error, f"{job.rows} rows are lost")
+            return False
+        if not is_ready:
+            self._dropped += job.rows
+            self.report(TimeoutError("other ranks did not send their sums"), f"{job.rows} rows are lost")
+            return False
+        while True:
+            try:
+                return job.run(self._store)
+            except Exception as error:  # a fault here must not end the training
+                what = f"{self._store.name} could not be resumed yet" if job.insist else "rows are lost"
+                self.report(error, what)
+                if not job.insist or self._gives_up:
+                    self._dropped += job.rows
+                    return False
+                self._renew()
+                self._hurry.wait(AGAIN_SECONDS)
+
+    def _wait_for_ranks(self, job: Job) -> bool:
+        """Wait for sums, and commit in the meantime what is there."""
+        while not job.is_ready():
+            if self._gives_up:
+                return False
+            self._renew()
+            if self._store.unwritten_rows and (self._commit_now.is_set() or self._is_late):
+                self._commit_now.clear()
+                self._commit()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._last_commit >= self._pace.flush_seconds
+
+    def lose(self, rows: int) -> None:
+        """Count rows that are lost."""
+        self._dropped += rows
+
+    @property
+    def _gives_up(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def _renew(self) -> None:
+        try:
+            self._store.renew()
+        except Exception as error:
+            self.report(error, f"{self._store.name} could not be written")
+
+    def _commit(self, state: str = "running") -> bool:
+        dropped = self._dropped
+        if dropped:
+            self._dropped -= dropped
+            self._store.drop(dropped)
+        try:
+            self._store.commit(state)
+        except Exception as error:
+            self.report(error, f"{self._store.name} could not be written; its rows are kept and tried again")
+            return False
+        finally:
+            self._last_commit = time.monotonic()
+        self.error = None
+        return True
+
+    def report(self, error: Exception, what: str) -> None:
+        """Remember a fault until the next successful commit, and log it when it is a new one."""
+        if str(error) != str(self.error):
+            logger.warning("distcockpit: %s (%s: %s).", what, type(error).__name__, error)
+        self.error = error
+
+
+def at_exit(function: Callable[[], None]) -> None:
+    """Call this when the interpreter ends, while threads can still be started.
+
+    ``atexit`` comes too late for stores that use thread pools, and does not come in processes of multiprocessing.
+    """
+    try:
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        atexit.register(function)

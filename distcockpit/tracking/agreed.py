@@ -1,0 +1,181 @@
+"""What all ranks agreed on when the cockpit was constructed, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from distcockpit.capture.layers import ACTIVATIONS, Modules, batchnorms, find_layers, is_unit, training
+from distcockpit.capture.wrapped import has_children
+from distcockpit.gradients.uses import Layer, label
+from distcockpit.gradients.walk import BLOCK_ELEMENTS
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
+from distcockpit.world import World
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks agreed on at construction."""
+
+    world: World
+    bare: nn.Module  # the model without its wrappers
+    wrappers: Sequence[nn.Module]  # these
+    layers: Sequence[Layer]  # each with the parameters that it owns
+    facts: Model
+    quantities: Sequence[Quantity]
+    loss_fn: nn.Module | None
+    track_batchnorm: bool
+    batch_dim: int
+    slow_routes: bool  # whether parameters may take one
+    memory_budget: int  # bytes of a block of individual gradients, and of what stays of them for the next walk
+    grad_scaler: torch.amp.GradScaler | None
+    optimizers: Mapping[str, torch.optim.Optimizer]  # by name; a single one has an empty name
+    raise_errors: bool  # whether faults of the environment raise at the next step
+    n_groups: Sequence[int]  # how many parameter groups each optimizer has
+    loss_function: object  # what stands for the loss module, if the user gave a function
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+    structure: tuple[object, ...] = field(init=False)  # what makes this part of the run
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "structure", structure_of(self.bare, self.optimizers))
+
+    @cached_property
+    def tracked(self) -> dict[str, nn.Parameter]:
+        """The tracked parameters, by name."""
+        return {name: p for name, p in self.every.items() if name in self.facts.shapes}
+
+    @cached_property
+    def every(self) -> dict[str, nn.Parameter]:
+        """All parameters, by name."""
+        return dict(self.bare.named_parameters())
+
+    def forget_parameters(self) -> None:
+        """The model holds others now."""
+        for name in ("every", "tracked"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def batchnorms(self) -> Modules:
+        """The batch norms of the model."""
+        return batchnorms(self.bare)
+
+    @cached_property
+    def block_elements(self) -> int:
+        """How many elements a block may have: more than fit a cache do not pay."""
+        size = max(p.element_size() for p in self.tracked.values())
+        return min(BLOCK_ELEMENTS, self.memory_budget // size)
+
+    @property
+    def batch_statistics_are_constants(self) -> bool:
+        """Whether this step's individual gradients take the statistics of a batch as constants."""
+        return bool(training(self.batchnorms))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.bare.parameters()).device
+
+    def is_as_it_was(self) -> bool:
+        """Whether model and optimizers have the parameters and modules that this part of the run began with."""
+        modules = dict(self.bare.named_modules())
+        owners = all(modules.get(layer.path) is layer.module for layer in self.layers if layer.parameters)
+        return owners and structure_of(self.bare, self.optimizers) == self.structure
+
+    def as_it_is(self) -> Setup:
+        """The same, with the model and the optimizers as they are now.
+
+        Raises:
+            ValueError: If a layer cannot be tracked.
+        """
+        layers = find_layers(self.bare, self.include, self.exclude)
+        return replace(
+            self,
+            layers=layers,
+            facts=model_facts(self.bare, layers, self.optimizers, self.world.size),
+            n_groups=[len(each.param_groups) for each in self.optimizers.values()],
+        )
+
+    def change_to(self, other: Setup) -> str:
+        """What is different in another part of the run, in words."""
+        here, there = self.facts.shapes, other.facts.shapes
+        modules = {layer.path: layer.module for layer in self.layers}
+        exchanged = [x.path for x in other.layers if modules.get(x.path, x.module) is not x.module]
+        kinds = {
+            "trained now": [name for name in there if name not in here],
+            "not trained any more": [name for name in here if name not in there],
+            "of another shape": [name for name in there if there[name] != here.get(name, there[name])],
+            "not the module it was": [label(path) for path in exchanged],
+        }
+        told = [f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in kinds.items() if names]
+        if list(self.n_groups) != list(other.n_groups):
+            told.append(f"the optimizer has {sum(other.n_groups)} parameter groups instead of {sum(self.n_groups)}")
+        return "; ".join(told) or "some of its modules are others, here or on another rank"
+
+    def learning_rates(self) -> list[float | Tensor]:
+        """The present learning rates of the parameter groups that there were; NaN where a group has none."""
+        pairs = zip(self.optimizers.values(), self.n_groups, strict=True)
+        groups = [group for optimizer, count in pairs for group in optimizer.param_groups[:count]]
+        return [float("nan") if (rate := group.get("lr")) is None else rate for group in groups]
+
+    def loss_scale(self) -> float | None:
+        """The present scale of mixed precision, if there is a scaler."""
+        return None if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+
+def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:
+    """What a part of a run goes by: parameters, modules and parameter groups."""
+    parameters = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    modules = {path: type(module) for path, module in model.named_modules()}
+    return parameters, modules, [len(each.param_groups) for each in optimizers.values()]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{names[0]}'{more}"
+
+
+def model_facts(
+    bare: nn.Module, layers: Sequence[Layer], optimizers: Mapping[str, torch.optim.Optimizer], world_size: int
+) -> Model:
+    """What quantities may know of the model, the optimizers and the ranks."""
+    tracked = {full for layer in layers for full in layer.parameters.values()}
+    shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
+    leaves = {
+        layer.path: isinstance(layer.module, ACTIVATIONS)
+        for layer in layers
+        if not has_children(layer.module) or is_unit(layer.module)
+    }
+    owner: dict[str, str] = {}
+    for layer in layers:
+        for full in layer.parameters.values():
+            owner.setdefault(full, layer.path)
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+    parameters = dict(bare.named_parameters())
+    return Model(
+        shapes,
+        leaves,
+        layers={path: [name for name in shapes if owner[name] == path] for path in dict.fromkeys(owner.values())},
+        dtypes={name: "float64" if parameters[name].dtype == torch.float64 else "float32" for name in shapes},
+        every_parameter=list(parameters),
+        parameter_groups={name: group_of[id(parameters[name])] for name in shapes if id(parameters[name]) in group_of},
+        n_parameter_groups=len(groups),
+        optimizers=_held_by(optimizers, {name: parameters[name] for name in shapes})
+        if list(optimizers) != [""]
+        else {},
+        world_size=world_size,
+    )
+
+
+def _held_by(
+    optimizers: Mapping[str, torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, list[str]]:
+    """Names of the tracked parameters that each optimizer holds."""
+    ids = {key: {id(p) for group in each.param_groups for p in group["params"]} for key, each in optimizers.items()}
+    return {key: [name for name, p in parameters.items() if id(p) in own] for key, own in ids.items()}

@@ -1,0 +1,466 @@
+"""The arguments of DistCockpit: checked, and completed with what follows from them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distcockpit.capture.coverage import Coverage
+from distcockpit.capture.wrapped import wrappers
+from distcockpit.curvature import hutchinson
+from distcockpit.curvature.diagonals import Diagonals
+from distcockpit.presets import preset
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
+from distcockpit.quantities.learning_rate import LearningRate
+from distcockpit.schedules import AnyOf, Schedule, every
+from distcockpit.sinks import Sink
+from distcockpit.store.schema import NAME
+from distcockpit.tracking.active import of_individual_gradients
+from distcockpit.tracking.agreed import Setup
+
+REDUCTIONS = ("mean", "sum", "batchmean")
+BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers: DistributedDataParallel, torch.compile, in any order.
+
+    Raises:
+        TypeError: If the model is no module, or wrapped in something that is not supported.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: must be a torch.nn.Module, mostly DistributedDataParallel(net).")
+    bare = wrappers(model)[-1]
+    for path, module in bare.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        what = f"model={type(model).__name__}" if not path else f"Module '{path}' of the model"
+        if "FSDPModule" in kinds:
+            raise TypeError(
+                f"{what} was given to fully_shard (FSDP2): its parameters exist whole only while it runs, and their "
+                "gradients never, so that the individual gradients cannot be compared with them, nor projected. Use "
+                "DistributedDataParallel, with ZeroRedundancyOptimizer where the optimizer's state is too large."
+            )
+        if kinds & {"FullyShardedDataParallel", "DataParallel"}:
+            raise TypeError(
+                f"{what} is a {type(module).__name__}: its parameters or its batch are split inside the wrapper, which "
+                "is not supported. Use DistributedDataParallel."
+            )
+    for name, p in bare.named_parameters():
+        if type(p).__name__ == "DTensor":
+            raise TypeError(
+                f"Parameter '{name}' is a DTensor, of which each rank holds a part (tensor parallelism, fully_shard). "
+                "Only whole parameters are supported: use DistributedDataParallel."
+            )
+    return bare
+
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+"""The optimizers of the model, by name."""
+
+
+def named_optimizers(optimizer: object) -> Optimizers:
+    """The optimizers by name; a single one has an empty name, those of a list their places.
+
+    Raises:
+        TypeError: If something is no optimizer.
+        ValueError: If there is none, or a name cannot be one of a group in the store.
+    """
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, Mapping):
+        named = dict(optimizer)
+    elif isinstance(optimizer, list | tuple):
+        named = {str(k): each for k, each in enumerate(optimizer)}
+    else:
+        named = {"": optimizer}
+    for name, each in named.items():
+        if not hasattr(each, "param_groups"):
+            raise TypeError(
+                f"optimizer={each!r}: must be a torch.optim.Optimizer, several of them as a list or by name, or None."
+            )
+        if not isinstance(name, str) or (name and not NAME.fullmatch(f"a_{name}")):
+            raise ValueError(
+                f"optimizer={{{name!r}: ...}}: names must be texts of letters, digits, '_', '-' and '.': they name "
+                "groups in the store."
+            )
+    if not named:
+        raise ValueError(f"optimizer={optimizer!r}: holds no optimizer. Give one, or leave the argument out.")
+    return {"": named["0"]} if list(named) == ["0"] and not isinstance(optimizer, Mapping) else named
+
+
+def chosen_quantities(
+    quantities: str | Quantity | Sequence[str | Quantity],
+    schedule: Schedule | int,
+    optimizers: Optimizers,
+    model: Model,
+) -> list[Quantity]:
+    """The quantities, each with a schedule and a name of its own; the learning rates with them.
+
+    Raises:
+        ValueError: If two have one name, or there is none.
+        TypeError: If something is no quantity, or the schedule is not callable.
+    """
+    if isinstance(schedule, int) and not isinstance(schedule, bool):
+        schedule = every(schedule)
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule={schedule!r}: must be a callable step -> bool, such as every(10), or a number of steps."
+        )
+    listed = [quantities] if isinstance(quantities, str | Quantity) else list(quantities)
+    if not listed:
+        raise ValueError("quantities=[]: must hold at least one quantity; enabled=False turns the cockpit off.")
+    chosen = []
+    for each in listed:
+        mine = preset(each) if isinstance(each, str) else [each]
+        chosen += [q for q in mine if not isinstance(each, str) or q not in chosen]  # presets may overlap
+    for quantity in chosen:
+        if not isinstance(quantity, Quantity):
+            raise TypeError(
+                f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR(), or names of presets."
+            )
+    if len(optimizers) > 1:
+        given = {q.name for q in chosen}
+        held = [name for name, parameters in model.optimizers.items() if parameters]
+        chosen = [each for q in chosen for each in q.for_optimizers(held) if each is q or each.name not in given]
+    names = [q.name for q in chosen]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"quantities: {names.count(name)} have the name {name!r}, which is their group in the store. Give "
+                f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
+            )
+    chosen = [q.with_schedule(schedule) for q in chosen]
+    if optimizers and "learning_rate" not in names:
+        schedules = tuple(dict.fromkeys(q.schedule for q in chosen if q.schedule is not None))
+        chosen.append(LearningRate(required=False, schedule=schedules[0] if len(schedules) == 1 else AnyOf(schedules)))
+    return chosen
+
+
+MODULES: dict[object, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.nll_loss: nn.NLLLoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.kl_div: nn.KLDivLoss,
+}
+"""The modules that call these functions."""
+
+
+def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
+    """The loss module, and the function that stands for it, if the user gave a function.
+
+    Raises:
+        TypeError: If the loss is neither a module, nor ``None``, nor a function of torch that a module stands for.
+    """
+    if loss_fn is None:
+        return None, None
+    if isinstance(loss_fn, nn.Module):
+        return wrappers(loss_fn)[-1], None
+    if loss_fn in MODULES:
+        return MODULES[loss_fn](), loss_fn
+    raise TypeError(
+        f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), a function such as "
+        "torch.nn.functional.cross_entropy, or None: the loss is found as the loop computes it, and loss_fn is for "
+        "curvature."
+    )
+
+
+def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
+    """Whether they belong to the model.
+
+    Raises:
+        ValueError: If an optimizer is one of another model, or two hold the same parameter.
+    """
+    mine = {id(p): name for name, p in bare.named_parameters()}
+    held: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if mine.keys().isdisjoint(ids):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Give the optimizer of "
+                "this model."
+            )
+        if twice := [p for p in ids if held.setdefault(p, name) != name]:
+            raise ValueError(
+                f"optimizer: '{held[twice[0]]}' and '{name}' both hold parameter '{mine.get(twice[0], '?')}', so that "
+                "its updates cannot be told apart. Give each parameter to one optimizer."
+            )
+
+
+def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    """Whether a value is among the allowed ones.
+
+    Raises:
+        ValueError: If not.
+    """
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
+
+
+def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:
+    """Whether the remaining options are of the right kind.
+
+    Raises:
+        TypeError: If one is not.
+        ValueError: If ``batch_dim`` is negative.
+    """
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler={grad_scaler!r}: must be a torch.amp.GradScaler or None.")
+    if not isinstance(track_batchnorm, bool):
+        raise TypeError(f"track_batchnorm={track_batchnorm!r}: must be True or False.")
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(
+            f"batch_dim={batch_dim!r}: must be an integer, the axis of the model's inputs that is the batch."
+        )
+    if batch_dim < 0:
+        raise ValueError(f"batch_dim={batch_dim!r}: must be at least 0; count axes from the front.")
+
+
+def check_sinks(sinks: object) -> None:
+    """Whether these are sinks.
+
+    Raises:
+        TypeError: If not.
+    """
+    if not isinstance(sinks, list | tuple) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise TypeError(f"sinks={sinks!r}: must be a list of sinks, such as [TensorBoard('runs/tensorboard')].")
+
+
+def check_seconds(**options: object) -> None:
+    """Whether these are times.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is not positive.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}={value!r}: must be a number of seconds.")
+        if not 0 < float(value) < float("inf"):
+            raise ValueError(f"{name}={value!r}: must be positive and finite.")
+
+
+def check_counts(**options: object) -> None:
+    """Whether these are counts.
+
+    Raises:
+        TypeError: If one is no integer.
+        ValueError: If one is not positive.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: must be an integer.")
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: must be at least 1.")
+
+
+def memory_in_bytes(argument: str, value: object) -> int:
+    """An amount of memory as a number.
+
+    Raises:
+        TypeError: If it is neither a number nor a text.
+        ValueError: If it is no amount of memory, or not positive.
+    """
+    rule = "must be a positive number of bytes, or a text such as '256MiB' (B, kB, MB, GB, KiB, MiB, GiB)."
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{argument}={value!r}: {rule}")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    if found is None or (found[2] or "b") not in BYTES or not float(found[1]) * BYTES[found[2] or "b"] >= 1:
+        raise ValueError(f"{argument}={value!r}: {rule}")
+    return int(float(found[1]) * BYTES[found[2] or "b"])
+
+
+def check_step(call: str, step: object) -> int:
+    """A step as a plain integer.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is negative or too large for the store.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
+        raise TypeError(f"{call}(step={step!r}): must be an integer.")
+    if not 0 <= number < 2**53:
+        raise ValueError(f"{call}(step={step!r}): must be at least 0 and below 2^53.")
+    return number
+
+
+def check_epoch(call: str, epoch: object) -> float | None:
+    """An epoch as a plain number.
+
+    Raises:
+        TypeError: If it is no number.
+    """
+    if epoch is None:
+        return None
+    if isinstance(epoch, bool) or not isinstance(epoch, Real):
+        raise TypeError(f"{call}(epoch={epoch!r}): must be a number.")
+    return float(epoch)
+
+
+def check_batch(weight: object, batch_size: object) -> None:
+    """Whether the user's word on the batch makes sense.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is negative, or the weight is not finite.
+    """
+    if batch_size is not None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"track(batch_size={batch_size!r}): must be an integer.")
+        if batch_size < 0:
+            raise ValueError(f"track(batch_size={batch_size!r}): must be at least 0.")
+    check_positive("track", weight=weight)
+
+
+def check_positive(call: str, **options: object) -> None:
+    """Whether these are numbers that are not negative, or not given.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is negative or not finite.
+    """
+    for name, value in options.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not (isinstance(value, Real) or _is_number(value)):
+            raise TypeError(f"{call}({name}={value!r}): must be a number.")
+        if not 0 <= float(value) < float("inf"):  # type: ignore[arg-type]
+            raise ValueError(f"{call}({name}={value!r}): must be at least 0 and finite.")
+
+
+def _is_number(value: object) -> bool:
+    """A tensor or an array with one element."""
+    return getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "__float__")
+
+
+def description(
+    facts: Model, quantities: Sequence[Quantity], loss_fn: nn.Module | None, **options: object
+) -> dict[str, str]:
+    """What all ranks must agree on, by name."""
+    agreed = {"distcockpit version": importlib.metadata.version("distcockpit"), "torch version": torch.__version__}
+    agreed |= {f"quantity '{q.name}'": f"{type(q).__name__}({q.options()})" for q in quantities}
+    agreed |= {f"parameter {i}": f"'{name}' {shape}" for i, (name, shape) in enumerate(facts.shapes.items())}
+    kinds = int | float | str
+    of_loss = {} if loss_fn is None else {k: v for k, v in vars(loss_fn).items() if isinstance(v, kinds)}
+    agreed["loss_fn"] = f"{type(loss_fn).__name__} {of_loss}"
+    agreed |= {name: str(value) for name, value in options.items()}
+    agreed["tracked modules"] = str(list(facts.leaves))
+    agreed["the optimizer's parameter groups"] = str((facts.n_parameter_groups, dict(facts.parameter_groups)))
+    agreed["optimizers"] = str(dict(facts.optimizers))
+    agreed["the order of quantities"] = str([q.name for q in quantities])
+    return agreed
+
+
+def available(
+    quantities: Sequence[Quantity],
+    bare: nn.Module,
+    loss_fn: nn.Module | None,
+    optimizers: Optimizers,
+    mixing: str,
+) -> tuple[list[Quantity], list[str]]:
+    """The quantities that can be had, and why others of a preset cannot.
+
+    Args:
+        quantities: All of them.
+        bare: The bare module.
+        loss_fn: The loss module.
+        optimizers: By name.
+        mixing: Why individual gradients are not defined, if they are not: they are NaN then, or an error.
+
+    Raises:
+        ValueError: If one that is required cannot; for curvature, as ``Diagonals.check_support``.
+    """
+    found, missing = [], []
+    for quantity in quantities:
+        try:
+            _check_needs(quantity, bare, loss_fn, optimizers)
+            if mixing and (quantity.required or quantity.needs.second_order) and of_individual_gradients(quantity):
+                raise ValueError(f"{mixing[0].upper()}{mixing[1:]}")
+        except ValueError as error:
+            if quantity.required:
+                raise
+            missing.append(f"{quantity.name} is left out: {error}")
+        else:
+            found.append(quantity)
+    return found, missing
+
+
+def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None, optimizers: Optimizers) -> None:
+    needs = quantity.needs
+    if needs.curvature is not None:
+        Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
+    if needs.trace is not None:
+        hutchinson.check_support(quantity.name, needs.trace, loss_fn)
+    differentiated = needs.eigenvalue is not None or needs.trace is not None
+    if differentiated and loss_fn is not None and getattr(loss_fn, "reduction", None) not in REDUCTIONS:
+        raise ValueError(
+            f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
+            f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
+            "module, or leave the quantity out."
+        )
+    if needs.optimizer and not optimizers:
+        raise ValueError(
+            f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
+            "optimizer, or leave the quantity out."
+        )
+
+
+def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
+    """Attributes of the store's root that tell what was tracked."""
+    return {
+        "versions": versions(),
+        "world_size": setup.world.size,
+        "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
+        "coverage": table.attributes(),
+        "config": {
+            "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
+            "model": type(setup.bare).__name__,
+            "loss_fn": type(setup.loss_fn).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in setup.optimizers.values()) or "NoneType",
+        },
+    }
+
+
+def segment(world_size: int, hosts: Sequence[str]) -> dict[str, Any]:
+    """Where this part of a run takes place.
+
+    Args:
+        world_size: Number of ranks.
+        hosts: The host of each.
+    """
+    return {
+        "world_size": world_size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "versions": versions(),
+        "started": time.time(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    zarr = importlib.metadata.version("zarr")
+    return {
+        "distcockpit": importlib.metadata.version("distcockpit"),
+        "torch": torch.__version__,
+        "zarr": zarr,
+        "python": platform.python_version(),
+    }

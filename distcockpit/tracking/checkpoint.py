@@ -1,0 +1,229 @@
+"""The cockpit's own state: what a resumed run needs to write the rows that an uninterrupted one would have written.
+
+That is what quantities keep from step to step (bin ranges, gradients for cosines), the parameters at the beginning of
+the run, and an update that has begun: the parameters before it, with the losses of its samples and their slopes along
+it, which cannot be had later. Random numbers of estimates need nothing: they follow from the seed, the step, the rank.
+
+Rank 0's state holds everything, for any number of ranks. That of another rank holds what this rank needs; where each
+rank saves its own, each may load its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcockpit.tracking.recorder import Stamp
+from distcockpit.tracking.session import Session
+from distcockpit.tracking.update import Start
+from distcockpit.tracking.userlog import LogEntry
+from distcockpit.world import STATE, record_of
+
+VERSION = 2
+
+State = dict[str, Any]
+
+
+def save(session: Session) -> State:
+    """See ``DistCockpit.state_dict``; all ranks call it.
+
+    Raises:
+        RuntimeError: If a step has not ended, or the ranks are at different steps.
+    """
+    if session.is_inside:
+        raise RuntimeError(
+            f"state_dict(): step {session.last_step} has not ended. Call it outside of `track`, after optimizer.step()."
+        )
+    world, quantities = session.setup.world, session.setup.quantities
+    riding = session.userlog.riding_values()
+    records = world.header(record_of(STATE, session.last_step))
+    if absent := [rank for rank, record in enumerate(records) if record["joined"]]:
+        raise RuntimeError(
+            f"state_dict(): ranks {absent} have run out of data, and wait in Join. Call it after `with Join(...)`, or "
+            "while all ranks have data."
+        )
+    memory = {q.name: _kept(session.memory_of(q)) for q in quantities}
+    local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
+    start = None if session.start is None else _start(session, session.start)
+    mine = {"memory": local, "samples": start and start.pop("samples"), "riding": riding}
+    by_rank = world.gather(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
+    if start is not None:
+        start["samples"] = {rank: part["samples"] for rank, part in enumerate(by_rank) if part is not None}
+    return {
+        "version": VERSION,
+        "world_size": world.size,
+        "step": session.last_step,
+        "elapsed": session.clock.elapsed,
+        "memory": {name: kept for name, kept in memory.items() if name not in local},
+        "local_memory": {
+            name: {rank: part["memory"][name] for rank, part in enumerate(by_rank) if part is not None}
+            for name in local
+        },
+        "initial": _kept(session.initial),
+        "start": start,
+        "log": _logs(session, [part["riding"] for part in by_rank if part is not None]),
+    }
+
+
+def load(session: Session, state: Mapping[str, Any]) -> None:
+    """See ``DistCockpit.load_state_dict``; all ranks call it.
+
+    Raises:
+        RuntimeError: If a step was tracked already, or the ranks load different states.
+        ValueError: If this is not the state of such a cockpit.
+    """
+    try:
+        _check(session, state)
+        problem = None
+    except (RuntimeError, ValueError) as error:
+        problem = error
+    world, device = session.setup.world, session.setup.device
+    # An update that no quantity sees from both ends is known to rank 0 alone.
+    steps = world.share((None, None) if problem else (state["step"], (state["start"] or {}).get("norm") is not None))
+    if problem is not None:
+        raise problem
+    for rank, told in enumerate(steps):
+        if told[0] is None:
+            raise RuntimeError(f"load_state_dict(): rank {rank} could not load its state; its own error says why.")
+        if told != steps[0]:
+            raise RuntimeError(
+                f"load_state_dict(): rank {rank} loads the state after step {told[0]}, rank 0 that after step "
+                f"{steps[0][0]}. Load the same checkpoint on all ranks."
+            )
+    session.last_step = state["step"]
+    session.clock.go_on_from(state["elapsed"])
+    same_ranks = state["world_size"] == world.size
+    for q in session.setup.quantities:
+        if q.remembers_samples:
+            kept = state["local_memory"].get(q.name, {}).get(world.rank, {}) if same_ranks else {}
+        else:
+            kept = state["memory"].get(q.name, {})
+        session.memory_of(q).update(_kept(kept, device))
+    if session.keeps_initial:
+        session.initial = _kept(state["initial"], device)
+    if state["start"] is not None:
+        session.start = _started(session, state["start"], same_ranks)
+    if session.recorder is not None:
+        session.userlog.restore([LogEntry(**entry) for entry in copy.deepcopy(state["log"])])
+
+
+def _check(session: Session, state: Mapping[str, Any]) -> None:
+    """Whether this rank can load it.
+
+    Raises:
+        RuntimeError: If a step was tracked already.
+        ValueError: If this is not the state of such a cockpit.
+    """
+    if not session.may_load:
+        raise RuntimeError(
+            f"load_state_dict(): step {session.last_step} was tracked or logged already. Call it before the first step."
+        )
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"load_state_dict(): the state has version {state.get('version')!r}, this distcockpit reads {VERSION}. "
+            "Give it what state_dict() returned; without it a run is resumed with a seam."
+        )
+    saved, now = (state["start"] or {}).get("optimizers"), list(session.setup.facts.optimizers)
+    if saved is not None and sorted(saved) != sorted(now):
+        raise ValueError(
+            f"load_state_dict(): the state is of a run with the optimizers {saved}, this one has {now}. Give "
+            "DistCockpit optimizers of the same names."
+        )
+    every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
+    for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
+        for name, value in kept.items():
+            if every.get(name) != tuple(value.shape):
+                raise ValueError(
+                    f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, the model "
+                    f"has {every.get(name, 'none')}. Load the state of a run with this model."
+                )
+
+
+def _start(session: Session, start: Start) -> State:
+    """An update that began at the latest step, with what is known of this rank's samples now."""
+    setup = session.setup
+    looks = any(q.starts(start.stamp.step) and q.needs.update for q in setup.quantities)
+    samples, norm = None, None
+    if looks:
+        # The training may go on, and the optimizer step only now: nothing of this is kept.
+        fresh = dataclasses.replace(start, _displacement={})
+        update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
+        norm = float(update.norm)
+        samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}
+        samples["inputs_changed"] = torch.tensor(update.inputs_changed)
+    return {
+        **dataclasses.asdict(start.stamp),
+        "values": _kept(start.values),
+        "scale": start.scale,
+        "displaced": [q.name for q in start.displaced],
+        "norm": norm,
+        "optimizers": list(setup.facts.optimizers),
+        "samples": samples,
+    }
+
+
+def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> Start:
+    setup = session.setup
+    parts = {int(rank): part for rank, part in state["samples"].items() if part is not None}
+    if same_ranks:
+        mine = [parts[setup.world.rank]] if setup.world.rank in parts else []
+    else:
+        mine = list(parts.values()) if setup.world.rank == 0 else []
+    nothing = torch.zeros(len(setup.facts.parts_of_updates), 0, dtype=torch.float64)
+    losses = torch.cat([nothing[0], *(part["losses"] for part in mine)])
+    slopes = torch.cat([nothing, *(part["slopes"] for part in mine)], 1)
+    slopes = slopes[_order(state["optimizers"], list(setup.facts.optimizers), len(slopes))]
+    quantities = {q.name: q for q in setup.quantities}
+    return Start(
+        Stamp(state["step"], state["epoch"], state["wall_time"], state["n"]),
+        _kept(state["values"], setup.device),
+        losses.to(setup.device),
+        state["scale"],
+        [],
+        [quantities[name] for name in state["displaced"] if name in quantities],
+        slopes=slopes.to(setup.device),
+        norm=state["norm"],
+        inputs_were_changed=any(bool(part["inputs_changed"]) for part in mine),
+    )
+
+
+def _order(saved: list[str], now: list[str], n_parts: int) -> list[int]:
+    """Where the part of each optimizer of now is in what was saved; what none holds is the last in both."""
+    return [*(saved.index(name) for name in now), *range(len(now), n_parts)]
+
+
+def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> list[State]:
+    """The rows of the user's log that may still change, with what would be pooled for them; on rank 0.
+
+    Everything older is committed first.
+    """
+    if session.recorder is None:
+        return []
+    session.hand_on_logs(at_once=True)
+    session.recorder.flush()
+    entries = copy.deepcopy(session.userlog.entries)
+    for entry in entries.values():
+        entry.values = {name: float(value) for name, value in entry.values.items()}
+        entry.values |= session.recorder.pooled(entry.step)
+    for key, reduce in {key: reduce for part in riding for key, (reduce, _) in part.items()}.items():
+        step, _, name = key.partition("/")
+        values = [part[key][1] for part in riding if key in part]
+        if int(step) in entries:
+            entries[int(step)].values[name] = sum(values) / (len(values) if reduce == "mean" else 1)
+    return [dataclasses.asdict(entry) for entry in entries.values()]
+
+
+def _kept(value: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy that shares nothing with the original, made of plain containers, with its tensors on ``device``."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: _kept(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_kept(each, device) for each in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,72 @@
+"""Where a rank's time goes: a few readings of the clock per step."""
+
+from __future__ import annotations
+
+import time
+
+from distcockpit.quantities.batch import Times
+from distcockpit.world import Traffic
+
+UNKNOWN = float("nan")
+
+
+class Clock:
+    """Told when `track` is entered, when its body ends, and when it is left; on every step, tracked or not."""
+
+    def __init__(self) -> None:
+        self._born = time.perf_counter()
+        self._entered = self._began = self._ended = self._left = UNKNOWN
+        self._outside = self._step = UNKNOWN
+        self.wait = 0.0  # for other ranks, in this step
+
+    def enter(self) -> None:
+        """`track` is entered."""
+        self._entered, self.wait = time.perf_counter(), 0.0
+        self._outside = self._entered - self._left
+
+    def begin(self) -> None:
+        """The body of `track` begins."""
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """The body of `track` ended."""
+        now = time.perf_counter()
+        self._step, self._ended = now - self._ended, now
+
+    def leave(self) -> None:
+        """`track` is left."""
+        self._left = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Since the construction of the cockpit, in all segments of the run together."""
+        return time.perf_counter() - self._born
+
+    def go_on_from(self, elapsed: float) -> None:
+        """So much had elapsed before."""
+        self._born = time.perf_counter() - elapsed
+
+    def times_elsewhere(self, traffic: Traffic) -> Times:
+        """Those of a step in which this rank had no part."""
+        unknown = (UNKNOWN,) * 6
+        return Times(self.elapsed, *unknown, exchanges=traffic.exchanges, exchanged_bytes=traffic.bytes)
+
+    def times(self, forward: float, traffic: Traffic) -> Times:
+        """This step, up to now.
+
+        Args:
+            forward: Time in the model's forward.
+            traffic: What was exchanged since the previous tracked step.
+        """
+        now = time.perf_counter()
+        return Times(
+            elapsed=now - self._born,
+            step=self._step,
+            outside=self._outside,
+            track=self._ended - self._began,
+            forward=forward,
+            wait=self.wait,
+            cockpit=(self._began - self._entered) + (now - self._ended) - self.wait,
+            exchanges=traffic.exchanges,
+            exchanged_bytes=traffic.bytes,
+        )

@@ -1,0 +1,211 @@
+"""Rank 0's side: totals become rows. Everything here that takes time runs on the writer's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Model
+from distcockpit.sinks import Histogram, Sink, numbers_of
+from distcockpit.store.run_store import RunStore
+from distcockpit.store.schema import Group
+from distcockpit.store.writer import Job, Pace, Writer
+from distcockpit.tracking.packed import Layout
+from distcockpit.tracking.signals import Terminated
+from distcockpit.tracking.userlog import LogEntry
+from distcockpit.world import Pending
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a step was: what every row carries."""
+
+    step: int
+    epoch: float | None
+    wall_time: float
+    n: int
+
+    def coordinates(self) -> dict[str, Any]:
+        """The row's coordinates."""
+        epoch = float("nan") if self.epoch is None else float(self.epoch)
+        return {"wall_time": self.wall_time, "epoch": epoch, "batch_size": self.n}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Sums on their way, and facts.
+
+    ``quantities`` holds each quantity with the stamp of its row: that of the step, or of the step before, where an
+    update began.
+    """
+
+    n: int
+    quantities: Sequence[tuple[Quantity, Stamp]]
+    layout: Layout
+    sums: Pending
+    facts_layout: Layout
+    facts: Pending
+
+    def is_there(self) -> bool:
+        """Whether nothing is on its way any more."""
+        return self.sums.done() and self.facts.done()
+
+
+class Recorder:
+    """The store, the thread that writes it, and the newest rows.
+
+    Args:
+        store: The run's store.
+        pace: When to write.
+        model: Facts about the model.
+        sinks: Where rows go beside the store.
+    """
+
+    def __init__(self, store: RunStore, pace: Pace, model: Model, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks, self._patience = list(sinks), pace.store_seconds
+        self._writer = Writer(store, pace)
+        self._terminated = Terminated(self._writer.flush)
+        self._latest: dict[str, dict[str, Any]] = {}
+        self._model = model
+        self._notices: dict[str, str | None] = {}
+        self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; belongs to the writer's thread
+
+    @property
+    def error(self) -> BaseException | None:
+        """The latest fault of the writer."""
+        return self._writer.error
+
+    def latest(self) -> dict[str, dict[str, Any]]:
+        """The newest row of each quantity."""
+        return {
+            name: {key: np.copy(value)[()] for key, value in row.items()} for name, row in list(self._latest.items())
+        }
+
+    def begin(self, step: int, limits: Mapping[str, int]) -> None:
+        """The first step is known; see `RunStore.begin`."""
+
+        def job(store: RunStore) -> bool:
+            store.begin(step, limits)
+            return False
+
+        self._writer.submit(Job(job, insist=True))
+
+    def change(self, step: int, groups: Mapping[str, Group], facts: Mapping[str, Any], model: Model) -> None:
+        """The model is another one from this step on; see `RunStore.change`."""
+
+        def job(store: RunStore) -> bool:
+            store.change(step, groups, facts)
+            self._model = model
+            return False
+
+        self._writer.submit(Job(job, insist=True))
+
+    def record(self, result: Result) -> None:
+        """Finalize and append the rows of a step, and the pooled user scalars that rode with it."""
+        self._writer.submit(Job(lambda store: self._record(store, result), len(result.quantities), result.is_there))
+
+    def record_logs(self, entries: Sequence[LogEntry]) -> None:
+        """Append rows of user scalars; what was pooled for their steps has been recorded before."""
+        if entries:
+            self._writer.submit(Job(lambda store: self._record_logs(store, entries), len(entries)))
+
+    def describe(self, attributes: Mapping[str, Any], *, at_once: bool) -> None:
+        """Exchange attributes of the store's root, at once or with the next rows that are committed."""
+
+        def job(store: RunStore) -> bool:
+            store.describe(attributes)
+            return at_once
+
+        self._writer.submit(Job(job))
+
+    def flush(self) -> bool:
+        """Wait until all is committed, or the store takes too long; says whether it is."""
+        return self._writer.flush()
+
+    def pooled(self, step: int) -> dict[str, float]:
+        """The user scalars of a step that were pooled and wait for its row; to be asked for after `flush`."""
+        return dict(self._pooled.get(step, {}))
+
+    def close(self, state: str, *, wait_for_ranks: bool = True) -> None:
+        """Write what is there, with this state of the run, and end the thread."""
+        self._writer.close(state, wait_for_ranks=wait_for_ranks)
+        self._terminated.remove()
+        if self._sinks:  # after the store; a service that does not answer must not hold up the end of the run
+            ending = threading.Thread(target=self._tell, args=[lambda sink: sink.close()], daemon=True)
+            ending.start()
+            ending.join(self._patience)
+
+    # -- on the writer's thread --------------------------------------------------------------------------------------
+
+    def _record(self, store: RunStore, result: Result) -> bool:
+        unpacked = result.layout.unpack(result.sums.result()) | result.facts_layout.unpack(result.facts.result())
+        totals: dict[str, dict[str, np.ndarray]] = {}
+        for name, value in unpacked.items():
+            owner, _, key = name.partition("/")
+            totals.setdefault(owner, {})[key] = value
+        commit_due = False
+        for quantity, stamp in result.quantities:
+            try:
+                commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
+            except Exception as error:  # one quantity must not take the others with it
+                self._writer.lose(1)
+                self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
+        for name, value in totals.get("log", {}).items():
+            step, _, scalar = name.partition("/")
+            self._pooled.setdefault(int(step), {})[scalar] = float(value)
+        return commit_due
+
+    def _append(
+        self,
+        store: RunStore,
+        quantity: Quantity,
+        stamp: Stamp,
+        totals: dict[str, np.ndarray],
+        n: int,
+    ) -> bool:
+        row = quantity.finalize(totals, n)
+        if row is None:
+            return False
+        commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
+        self._say(quantity.name, stamp.step, quantity.notice(row, self._model))
+        self._latest[quantity.name] = {"step": stamp.step, **row}
+        self._show(quantity.name, stamp, row)
+        return commit_due
+
+    def _show(self, name: str, stamp: Stamp, row: Mapping[str, Any]) -> None:
+        """Give a row to the sinks."""
+        if self._sinks:
+            numbers, histogram = numbers_of(row), Histogram.of(row)
+            self._tell(lambda sink: sink.write(name, stamp.step, stamp.wall_time, numbers, histogram))
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                what(sink)
+            except Exception as error:  # the store has the row, and the run goes on
+                self._sinks.remove(sink)
+                logger.warning("distcockpit: %s gets no more rows: %s", type(sink).__name__, error)
+
+    def _say(self, name: str, step: int, notice: str | None) -> None:
+        """Log what a quantity has to say, when it changes."""
+        if notice is not None and self._notices.get(name) != notice:
+            logger.warning("distcockpit: step %d: %s", step, notice)
+        self._notices[name] = notice
+
+    def _record_logs(self, store: RunStore, entries: Sequence[LogEntry]) -> bool:
+        commit_due = False
+        for entry in entries:
+            values = {name: float(value) for name, value in entry.values.items()} | self._pooled.pop(entry.step, {})
+            stamp = Stamp(entry.step, entry.epoch, entry.wall_time, 0)
+            self._latest["log"] = {"step": entry.step, **values}
+            self._show("log", stamp, values)
+            commit_due |= store.append("log", entry.step, values, stamp.coordinates())
+        return commit_due

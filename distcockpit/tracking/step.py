@@ -1,0 +1,479 @@
+"""A tracked step: from the forward pass to the sums on their way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from distcockpit.capture.capture import Capture, undisturbed
+from distcockpit.capture.captured import Captured, Loss, check_uses
+from distcockpit.capture.eager import eagerly
+from distcockpit.capture.interpretation import Interpretation
+from distcockpit.capture.layers import problem_of_batchnorm, training
+from distcockpit.capture.mixed import unmix
+from distcockpit.capture.objective import Objective
+from distcockpit.capture.second_pass import differentiated_again, mixed_up_rows
+from distcockpit.capture.selfcheck import check_outputs_tell_all, examine, norm_of
+from distcockpit.curvature.hutchinson import quadratic_forms
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Update
+from distcockpit.tracking.active import Active
+from distcockpit.tracking.agreed import Setup
+from distcockpit.tracking.join import Told, no_curvature, share_present
+from distcockpit.tracking.pooling import LocalCurvature, Pool, Present, Side, observed
+from distcockpit.tracking.recorder import Stamp
+from distcockpit.tracking.sending import send
+from distcockpit.tracking.session import Session
+from distcockpit.tracking.update import Start
+from distcockpit.world import TRACK, RankFailed, digest, record_of
+
+
+class _NotTracked(Exception):
+    """A step that cannot be tracked, which all ranks know in time; its cause says why."""
+
+
+class TrackedStep:
+    """The context that ``DistCockpit.track`` returns. On an untracked step it does nothing."""
+
+    def __init__(
+        self,
+        session: Session | None,
+        step: int,
+        epoch: float | None,
+        weight: float | None,
+        batch_size: int | None,
+    ) -> None:
+        self._maybe_session, self._step, self._epoch = session, step, epoch
+        self._weight, self._batch_size = weight, batch_size
+        self._active = Active([])
+        self._ending: tuple[Update | None, Stamp | None] = None, None
+        self._values: dict[str, Tensor] | None = None
+        self._versions: dict[str, int] = {}
+        self._capture: Capture | None = None
+        self._fault: BaseException | None = None  # why the step is not tracked
+        self._mixing = ""  # why samples are mixed by batch norms
+        self._must_tell = False
+        self._start: Start | None = None
+        self._eager = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._maybe_session is not None and self._maybe_session.evaluates_again(self._step):
+            self._maybe_session = None
+        if self._maybe_session is not None:
+            self._session = self._maybe_session
+            self._previous = self._session.last_step
+            self._settled = self._session.settled
+            self._session.begin(self._step)
+            try:
+                with undisturbed():
+                    self._begin()
+            except BaseException as error:
+                if not self._may_skip(error):
+                    self._leave()
+                    raise
+                if self._capture is not None:
+                    self._capture.stop()
+                self._capture, self._fault = None, error
+            self._session.clock.begin()
+        return self
+
+    @property
+    def _setup(self) -> Setup:
+        return self._session.setup
+
+    def _leave(self) -> None:
+        self._eager.close()
+        if self._capture is not None:
+            self._capture.let_go()
+        self._session.end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._maybe_session is None:
+            return
+        self._session.clock.end()
+        try:
+            if self._capture is not None:
+                self._capture.stop()
+                if kind is None:
+                    with undisturbed():
+                        self._finish_or_skip(self._capture)
+            elif self._fault is not None and kind is None:
+                self._setup.world.refuse(record_of(TRACK, self._step))
+                self._session.skip(self._step, self._fault)
+            elif self._must_tell and kind is None:
+                self._exchange(0)
+            if error is not None:
+                self._setup.world.note(error)
+                self._session.may_try_again(self._previous, self._start)
+        finally:
+            self._leave()
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether anything is tracked at this step."""
+        return self._capture is not None
+
+    def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
+        """See ``DistCockpit.record_losses``."""
+        if self._capture is not None:
+            self._capture.record_losses(losses, weight, divisor)
+
+    # -- before the forward pass ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        session = self._session
+        self._active = session.actives.touched(self._step)
+        is_as_it_was = not (self._active or session.start) or session.setup.is_as_it_was()
+        self._start = start = session.finish_update(self._step, is_as_it_was=is_as_it_was)
+        self._must_tell = session.must_tell(self._step)
+        if not self._active:
+            return
+        session.look_at_model(self._step, is_as_it_was=is_as_it_was)
+        setup = session.setup
+        setup.world.leave_word(f"in tracked step {self._step}")
+        self._eager.enter_context(eagerly())
+        watched = session.check.begin()
+        self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
+        if self._mixing and not self._settled:
+            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
+        self._ending = session.ending_update(self._step, start, self._active, setup.tracked, setup.loss_scale())
+        self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
+        if session.keeps_values(self._starting):
+            self._values = {name: p.detach().clone() for name, p in setup.every.items()}
+        self._versions = {name: p._version for name, p in setup.tracked.items()}
+        leaves = setup.facts.leaves
+        observers = {
+            q.name: (q.observe, frozenset(q.observed_layers(leaves))) for q in self._starting.with_need("outputs")
+        }
+        gradients = self._active.wants("output_gradients")
+        norms = {path for path, _ in training(setup.batchnorms)}
+        everything = gradients or bool(observers)
+        if self._active.takes_autograds_sums or self._active.wants("averaged"):
+            watched = setup.tracked
+        self._capture = Capture(
+            setup.bare,
+            [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
+            Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
+            session.axes,
+            thorough=session.check.is_thorough,
+            output_gradients=gradients,
+            observers=observers,
+            batch_size=self._batch_size,
+            watch=watched,
+            wrappers=setup.wrappers,
+            keep_left=self._active.wants("averaged"),
+            settled=self._settled,
+            goes_on=self._settled or not session.is_by_hand,
+            tracked=setup.tracked,
+        )
+        self._capture.start()
+
+    # -- after the backward pass ---------------------------------------------------------------------------------------
+
+    def _may_skip(self, error: BaseException) -> bool:
+        """Whether what went wrong costs this step alone: steps were right before, or nothing was asked for by hand."""
+        return isinstance(error, Exception) and (self._settled or not self._session.is_by_hand)
+
+    def _finish_or_skip(self, capture: Capture) -> None:
+        """Finish the step, or leave it out on all ranks.
+
+        Raises:
+            Exception: What went wrong, if it is among the first tracked steps, or the others could not be told.
+        """
+        try:
+            self._finish(capture)
+        except _NotTracked as skipped:
+            error = skipped.__cause__
+            assert error is not None
+            if not self._may_skip(error):
+                raise error from None
+            self._session.skip(self._step, error)
+
+    def _finish(self, capture: Capture) -> None:
+        session, setup = self._session, self._setup
+        try:
+            session.check_health()
+        except Exception:
+            setup.world.refuse(record_of(TRACK, self._step))
+            raise
+        try:
+            found = self._captured(capture)
+            captured = found.captured
+            curvatures = self._curvatures(captured)
+            sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
+        except Exception as error:
+            setup.world.refuse(record_of(TRACK, self._step))
+            raise _NotTracked from error
+        update, start_stamp = self._ending
+        try:
+            pool, told = self._exchange(
+                sum(c.batch_size for c in captured),
+                weight=sum(c.weight for c in captured),
+                of_sum=sum(c.scale.of_sum for c in captured),
+                is_sum=float(found.is_sum),
+                own=found.own,
+                coefficient=found.coefficient,
+                mix=found.mix,
+            )
+        except RankFailed as error:
+            raise _NotTracked from error
+        self._compare(pool, found, capture.objective)
+        session.agree_on_sizes(sizes)
+        side = Side(
+            self._step,
+            pool,
+            captured,
+            capture.arrivals,
+            self._active,
+            self._starting,
+            update,
+            curvatures,
+            told.present,
+            self._values,
+            lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
+        )
+        try:
+            send(session, side, Stamp(self._step, self._epoch, time.time(), pool.n), start_stamp, told.riding)
+        except RankFailed as error:
+            raise _NotTracked from error.__cause__ or error
+        except BaseException:
+            # The other ranks sent their sums, and this one did not: from now on they would not match.
+            session.broken = True
+            raise
+        session.settled = True
+
+    def _compare(self, pool: Pool, found: Interpretation, objective: Objective) -> None:
+        """Whether all ranks differentiate the same combination of losses."""
+        captured = found.captured
+        objective.settle(is_mixed=pool.is_mixed)
+        if pool.is_sum:
+            for micro in captured:
+                micro.as_sum()
+            self._session.say_once(
+                "sum",
+                f"step {self._step}: the loss is a sum over samples that nothing divides: what is stored is that of "
+                "their mean, whatever the number of samples and ranks.",
+            )
+        if pool.is_mixed and not unmix(captured, found.times, pool.weight, self._setup.world):
+            for micro in captured:
+                micro.without_gradients(self._setup.tracked)
+            self._session.say_once(
+                "mixed",
+                f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
+                "different ways, such as tokens and samples, and their gradients cannot be had one by one: what "
+                "follows from individual gradients is NaN.",
+            )
+        if pool.owns:
+            self._session.say_once(
+                "owns",
+                f"step {self._step}: ranks multiply their mean losses by different numbers, {pool.owns}; what is "
+                "stored is one mean over all samples, times one number.",
+            )
+
+    def _exchange(self, batch_size: int, **numbers: float) -> tuple[Pool, Told]:
+        """The header, and what ranks that have run out of data must hear."""
+        session, world = self._session, self._setup.world
+        layout = digest([q.name for q in self._active], self._ending[0] is not None)
+        record = record_of(
+            TRACK,
+            self._step,
+            batch_size=batch_size,
+            model=session.part,
+            layout=layout,
+            riding=session.userlog.riding_digest,
+            **numbers,
+        )
+        before = time.perf_counter()
+        records = world.header(record)
+        session.clock.wait += time.perf_counter() - before
+        return Pool.of(records), share_present(session, records, Present.of(self._setup), self._epoch)
+
+    def _captured(self, capture: Capture) -> Interpretation:
+        setup = self._setup
+        for name, version in self._versions.items():
+            if setup.tracked[name]._version != version:
+                raise RuntimeError(
+                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
+                    "individual gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
+                    "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
+                    "parameters, overlap_with_ddp) are not supported."
+                )
+        found = capture.finish()
+        captured = found.captured
+        if capture.skips:
+            self._session.say_once(
+                "skipped",
+                f"step {self._step}: a forward pass had no backward before `track` ended, and its samples are left "
+                "out, as a loop means it that skips losses which are not finite.",
+            )
+        for topic, text in found.notices.items():
+            self._session.say_once(topic, f"step {self._step}: {text}")
+        if found.coupled:
+            for micro in captured:
+                micro.without_gradients(setup.tracked)
+            self._check_no_gradients_are_needed(found.coupled, self._active.with_individual_gradients)
+            return found
+        if self._mixing:
+            if self._active.wants("curvature", "trace", "eigenvalue"):
+                raise RuntimeError(self._mixing)
+            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
+            for micro in captured:
+                micro.without_gradients(setup.tracked, has_losses=True)
+            return found
+        self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
+        seen = capture.arrivals.gradients
+        if self._session.check.is_thorough:
+            seen = {name: gradient.double() for name, gradient in seen.items()}
+        if captured and captured[0].beside.gradients:
+            gradients = captured[0].beside.gradients
+            seen = {name: g - gradients[name] if name in gradients else g for name, g in seen.items()}
+        found.captured = self._served(captured, seen)
+        check_uses(found.captured)
+        return found
+
+    def _check_no_gradients_are_needed(self, why: str, wanting: Sequence[Quantity]) -> None:
+        """Whether quantities that the user listed want individual gradients, where samples have none.
+
+        Args:
+            why: They have none.
+            wanting: The quantities that want them.
+
+        Raises:
+            RuntimeError: If so, at the first tracked step.
+        """
+        required = [q.name for q in wanting if q.required]
+        if required and not self._settled:
+            raise RuntimeError(
+                f"Quantities {required} need individual gradients, but {why.rstrip('.')}. Leave them out."
+            )
+        names = ", ".join(q.name for q in wanting)
+        self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why.rstrip('.')}.")
+
+    def _served(self, captured: list[Captured], seen: Mapping[str, Tensor]) -> list[Captured]:
+        """The micro-batches with uses from which all individual gradients follow.
+
+        Where those of the step do not do, it is run again: with batch statistics as constants, and while parameters
+        are not known to be served by their modules, for the parents of these.
+        """
+        session, setup = self._session, self._setup
+        constant = setup.batch_statistics_are_constants
+        live = seen
+        if constant:
+            captured, seen = self._again(captured, constant)
+        cover, blocks = session.cover, setup.block_elements
+        if session.check.is_thorough:
+            session.check.whole = norm_of(live)
+        while names := session.check.due(captured):
+            try:
+                if constant and session.check.is_thorough:
+                    check_outputs_tell_all(captured, self._again(captured, False)[1], live, setup.bare)
+                found = examine(captured, seen, setup.bare, session.cover.scopes, names, session.check.whole, blocks)
+                unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
+                if not unserved:
+                    session.check.passed(found, captured, self._step)
+                    if found.explained:
+                        session.tell_coverage()
+                    break
+                session.raise_cover(unserved)
+                again, seen_again = self._again(captured, constant)
+            except Exception as error:
+                by_hand = [q.name for q in self._active.of_gradients if q.required]
+                if not session.check.was_all_right(names) and (by_hand or not setup.slow_routes):
+                    raise
+                session.cover = cover
+                session.tell_that_gradients_are_unknown(names, error)
+                break
+            if not constant:
+                again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
+            captured = again
+            seen = seen_again if constant else {**seen_again, **seen}
+        if session.check.broken:
+            for micro in captured:
+                micro.without_gradients(setup.tracked, has_losses=True)
+        return captured
+
+    def _mixed_up(
+        self, captured: Sequence[Captured], names: Sequence[str], constant: bool
+    ) -> dict[str, tuple[str, list[str]]]:
+        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
+        session, setup = self._session, self._setup
+        if not names:
+            return {}
+        layers, axes = session.cover.layers, session.axes
+        mixed = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
+        failing = {name: [path for path in session.cover.scopes[name] if (path, name) in mixed] for name in names}
+        why = "the rows of what is computed with it are not the samples, one each"
+        return {name: (why, scopes) for name, scopes in failing.items() if scopes}
+
+    def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
+        session, setup = self._session, self._setup
+        total: dict[str, Tensor] = {}
+        result = []
+        for micro in captured:
+            again, seen = differentiated_again(
+                micro, setup.bare, session.cover.layers, session.axes, setup.tracked, constant_statistics=constant
+            )
+            for name, gradient in seen.items():
+                total[name] = total[name] + gradient if name in total else gradient
+            result.append(again)
+        return result, total
+
+    def _check_losses_are_known(self, captured: Sequence[Captured], *, seen: bool) -> None:
+        scales = [micro.scale for micro in captured if micro.batch_size]
+        for need, what, known in (
+            ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
+            ("loss", "the loss", all(scale.total is not None for scale in scales)),
+        ):
+            wanting = [] if known else self._active.with_need(need)
+            required = [q.name for q in wanting if q.required]
+            if not wanting:
+                continue
+            what_is_not = (
+                "which terms of the loss are of which sample" if seen else "in this thread what is differentiated"
+            )
+            why = (
+                f", but it is not seen {what_is_not}. Call cockpit.record_losses(losses) "
+                "inside `track`, with one loss per sample. If the batch is not axis "
+                f"{self._setup.batch_dim} of the model's inputs, say batch_dim=... or track(step, batch_size=...)."
+            )
+            if required and not self._settled:
+                raise RuntimeError(f"Quantities {required} need {what}{why}")
+            names = [q.name for q in wanting]
+            self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")
+
+    def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
+        """Each diagonal and each estimate that is asked for; NaN where it cannot be had.
+
+        Raises:
+            Exception: If it cannot be had at the first tracked step, and the user listed it.
+        """
+        setup = self._setup
+        diagonals, traces = {}, {}
+        try:
+            for kind in self._active.each("curvature"):
+                seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
+                diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
+            for estimate in self._active.each("trace"):
+                seed = digest(estimate.seed, self._step)
+                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+        except Exception as error:
+            wanting = [q for q in self._active if q.needs.curvature or q.needs.trace]
+            if not self._settled and any(q.required for q in wanting):
+                raise
+            names = [q.name for q in wanting]
+            self._session.say_once(
+                "curvature",
+                f"step {self._step}: {', '.join(names)}: NaN, because of an error: {type(error).__name__}: {error}",
+            )
+            nothing = no_curvature(self._session, self._active)
+            diagonals = {kind: {n: h + math.nan for n, h in hs.items()} for kind, hs in nothing.diagonals.items()}
+            traces = {kind: forms + math.nan for kind, forms in nothing.traces.items()}
+        return LocalCurvature(diagonals, traces)

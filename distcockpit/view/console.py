@@ -1,0 +1,80 @@
+"""What all commands share: the terminal, progress bars, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distcockpit.store.names import plain
+
+
+def console() -> Console:
+    """Rich, without its markup and highlighting: what is printed comes from stores."""
+    columns = os.environ.get("COLUMNS", "")
+    wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 140
+    return Console(markup=False, highlight=False, emoji=False, width=wide)
+
+
+@contextmanager
+def bar(what: str) -> Generator[tuple[Progress, Any], None, None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    console = Console(stderr=True, markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        yield shown, shown.add_task(what, total=None)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Generator[Callable[[str], None], None, None]:
+    """A progress bar that is told the name of each part before it begins."""
+    with bar(what) as (shown, task):
+        shown.update(task, total=total)
+        yield lambda name: shown.update(task, advance=1, description=f"{what} {plain(name, 30)}")
+
+
+@contextmanager
+def needs(extra: str) -> Generator[None, None, None]:
+    """An optional package that is missing is an error that says how to get it.
+
+    Raises:
+        ClickException: If so.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install '{extra}' brings what this needs.") from error
+
+
+needs_view = functools.partial(needs, "distcockpit[view]")
+
+
+def check_suffix(output: Path, kinds: list[str]) -> None:
+    """Whether the name of a file says what is written into it."""
+    if output.suffix.lower() not in kinds:
+        refuse(f"--output {str(output)!r}: must end in {' or '.join(kinds)}.")
+
+
+def check_place(output: Path, *runs: str) -> None:
+    """Nothing is written into a run."""
+    for run in runs:
+        if "://" not in run and output.resolve().is_relative_to(Path(run).resolve()):
+            refuse(f"--output {str(output)!r}: is inside the run {run!r}, into which nothing is written.")
+    output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
+
+
+def refuse(problem: str) -> NoReturn:
+    """What was typed cannot be done.
+
+    Raises:
+        ClickException: Always.
+    """
+    raise click.ClickException(problem)

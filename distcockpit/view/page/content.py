@@ -1,0 +1,68 @@
+"""What a page says of runs, as plain data: facts, findings and figures. The page itself only arranges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xarray as xr
+
+from distcockpit.findings import Checked, Finding, check
+from distcockpit.instruments import INSTRUMENTS, panels
+from distcockpit.instruments.panel import SECTIONS
+from distcockpit.instruments.picture import Picture, empty
+from distcockpit.store.names import plain
+from distcockpit.view.page.figure import figure
+from distcockpit.view.summary import facts
+
+MOST_PAGES = 100
+"""Pictures of one instrument: parameters, say."""
+
+
+def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+    """Everything that the page of one run, or of several, shows.
+
+    Args:
+        runs: By the name to show.
+        progress: Is told the name of each picture before it is made.
+    """
+    places = panels(runs, progress)
+    checked = {name: check(run) for name, run in runs.items()}
+    sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
+    for place in places:
+        pages = {"": place.picture} if isinstance(place.picture, Picture) else dict(place.picture)
+        pages = {name: page for name, page in pages.items() if not empty(page)}
+        shown = list(pages.items())[:MOST_PAGES]
+        one = INSTRUMENTS.get(place.name.split("-")[0])
+        sections[place.section].append({
+            "id": place.name,
+            "help": " ".join((one.__doc__ or "").split()) if one else "",
+            "left_out": len(pages) - len(shown),
+            "pages": [
+                {"name": plain(name), "title": plain(page.title), "note": plain(page.note), **figure(page)}
+                for name, page in shown
+            ],
+        })
+    return {
+        "title": " and ".join(plain(name) for name in runs),
+        "runs": [{"name": plain(name), "facts": facts(run)} for name, run in runs.items()],
+        "findings": [
+            {"run": plain(name), **finding.as_dict(), "picture": _place(finding, [p.name for p in places])}
+            for name, each in checked.items()
+            for finding in each.findings
+        ],
+        "unchecked": _unchecked(checked),
+        "sections": [{"name": name, "pictures": there} for name, there in sections.items() if there],
+    }
+
+
+def _place(finding: Finding, places: list[str]) -> str:
+    """The picture that shows it, where there is one."""
+    wanted = finding.picture.split()
+    return next((p for name in wanted for p in places if p.split("-")[0] == name or p == f"more-{name}"), "")
+
+
+def _unchecked(checked: Mapping[str, Checked]) -> dict[str, str]:
+    """Rules that could be applied to none of the runs."""
+    each = [one.unchecked for one in checked.values()]
+    return {rule: needs for rule, needs in each[0].items() if all(rule in other for other in each)}

@@ -1,0 +1,108 @@
+"""Serves the page of runs that go on, to this machine alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import uvicorn
+import xarray as xr
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from distcockpit.view.page.content import content
+from distcockpit.view.page.html import html
+
+HOST, PORT = "127.0.0.1", 8128
+
+
+class Live:
+    """The newest content of runs, made again when one of them has committed.
+
+    Args:
+        tokens: What tells one commit of all runs from another; cheap.
+        runs: Opens the runs, by the name to show.
+        refresh_seconds: How often the page asks.
+    """
+
+    def __init__(
+        self, tokens: Callable[[], str], runs: Callable[[], Mapping[str, xr.DataTree]], refresh_seconds: float
+    ) -> None:
+        self._tokens, self._runs, self._refresh_seconds = tokens, runs, refresh_seconds
+        self._lock = threading.Lock()
+        self._made: dict[str, Any] = {"token": None}
+
+    def newest(self, have: str | None = None) -> dict[str, Any] | None:
+        """The content; None if it is the one that somebody has already."""
+        token = self._tokens()
+        if token == have:
+            return None
+        with self._lock:  # several pages may ask at once
+            if self._made["token"] != token:
+                made = content(self._runs())
+                self._made = {**made, "token": token, "refresh_seconds": self._refresh_seconds}
+            return self._made
+
+
+def application(live: Live) -> Starlette:
+    """The page at ``/``, and newer contents at ``/data``, only under this machine's own names.
+
+    A page of somebody else's that has its name point to 127.0.0.1 asks for another host, and is refused.
+    """
+
+    def page(request: Request) -> Response:
+        try:
+            made = live.newest()
+            assert made is not None
+            return HTMLResponse(html(made), headers=HEADERS)
+        except (OSError, ValueError) as error:
+            return Response(str(error), 503, media_type="text/plain")
+
+    def data(request: Request) -> Response:
+        try:
+            made = live.newest(request.query_params.get("have"))
+            if made is None:
+                return Response(status_code=204)
+            return Response(json.dumps(made, allow_nan=False), media_type="application/json", headers=HEADERS)
+        except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached; the page asks again
+            return Response(str(error), 503, media_type="text/plain")
+
+    return Starlette(
+        routes=[Route("/", page), Route("/data", data)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
+    )
+
+
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+
+
+def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
+    """Serve until interrupted.
+
+    Args:
+        live: What is served.
+        port: 0 takes one that is free; None `PORT`, or one that is free.
+        ready: Is told the address.
+
+    Raises:
+        OSError: If the port is taken.
+    """
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((HOST, PORT if port is None else port))
+        except OSError as error:
+            if port is not None:
+                raise OSError(f"port={port}: cannot be used, {error.strerror}. Take another one, or 0.") from error
+            bound.bind((HOST, 0))
+        bound.listen()  # whoever hears of the address may use it
+        ready(f"http://{HOST}:{bound.getsockname()[1]}/")
+        config = uvicorn.Config(application(live), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Server(config).run(sockets=[bound])
