@@ -201,7 +201,7 @@ class DistCockpit(Joinable):
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
-        difference = first_difference(world.share(description(facts, chosen, loss_fn, **options)))
+        difference = first_difference(world.all_gather_object(description(facts, chosen, loss_fn, **options)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
         setup = Setup(
@@ -225,7 +225,7 @@ class DistCockpit(Joinable):
             exclude=exclude,
         )
         recorder, run = None, None
-        hosts = world.share(socket.gethostname())
+        hosts = world.all_gather_object(socket.gethostname())
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
@@ -244,7 +244,7 @@ class DistCockpit(Joinable):
                 announce(chosen, groups, name, world.size)
                 for why in missing:
                     logger.warning("distcockpit: %s", why)
-        first = world.share(None if run is None else run.first_step)[0]
+        first = world.all_gather_object(None if run is None else run.first_step)[0]
         self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, holds_from=first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +454,7 @@ def _together(world: World) -> Generator[None, None, None]:
         yield
     except Exception as error:
         problem = error
-    texts = world.share(None if problem is None else str(problem))
+    texts = world.all_gather_object(None if problem is None else str(problem))
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):

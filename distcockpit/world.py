@@ -210,7 +210,7 @@ class World:
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
-    def share(self, fact: object) -> list[Any]:
+    def all_gather_object(self, fact: object) -> list[Any]:
         """One picklable object per rank, in the order of ranks. For construction and first steps only."""
         if self._header is None:
             return [fact]
@@ -219,7 +219,7 @@ class World:
             dist.all_gather_object(facts, fact, group=self._header)
         return facts
 
-    def gather(self, fact: object) -> list[Any] | None:
+    def gather_object(self, fact: object) -> list[Any] | None:
         """One picklable object per rank, in the order of ranks; on rank 0, ``None`` on the others."""
         if self._header is None:
             return [fact]
@@ -282,21 +282,21 @@ class World:
                     "the same on all ranks."
                 )
 
-    def sum(self, buffer: Tensor) -> Pending:
+    def all_reduce_async(self, buffer: Tensor) -> Pending:
         """Add the buffers of all ranks, in place, without waiting."""
         if self._sums is None:
             return Pending(buffer)
         work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
         return Pending(buffer, work, self.explain)
 
-    def pool(self, buffer: Tensor) -> Tensor:
+    def all_reduce(self, buffer: Tensor) -> Tensor:
         """Add the buffers of all ranks, in place, for use on the device right after."""
         if self._sums is not None:
             with self._explained("add vectors"):
                 dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
         return buffer
 
-    def tell(self, buffer: Tensor, rank: int = 0) -> Tensor:
+    def broadcast(self, buffer: Tensor, rank: int = 0) -> Tensor:
         """Overwrite the buffers of all ranks with that of one."""
         if self._sums is not None:
             with self._explained("send a vector"):

@@ -175,7 +175,7 @@ class Odd(q.Quantity):
         return q.Group({"a": q.Field(), "b": q.Field((), dtype="int64"), "c": q.Field()})
 
     def local(self, batch: q.LocalBatch, memory: dict) -> dict:
-        return {"step": batch.once(batch.step)}
+        return {"step": batch.replicated(batch.step)}
 
     def finalize(self, totals: Any, n: int) -> dict:
         step = float(totals["step"])

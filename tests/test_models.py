@@ -53,7 +53,7 @@ class Moments(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> dict[str, Any]:
-        return {"of_mean": batch.once(batch.squared_norm(batch.mean_gradient)), "mean_of": batch.squared_norms}
+        return {"of_mean": batch.replicated(batch.squared_norm(batch.mean_gradient)), "mean_of": batch.squared_norms}
 
     def finalize(self, totals: Any, n: int) -> dict[str, Any]:
         return {"of_mean": totals["of_mean"], "mean_of": totals["mean_of"] / n}

@@ -67,7 +67,7 @@ class OwnUpdate(q.Quantity):
         return q.Group({"value": q.Field()})
 
     def local(self, batch: q.LocalBatch, memory: dict) -> dict:
-        return {} if batch.update is None else {"value": batch.once(batch.update.norm)}
+        return {} if batch.update is None else {"value": batch.replicated(batch.update.norm)}
 
     def finalize(self, totals: Any, n: int) -> dict | None:
         return {"value": totals["value"]} if "value" in totals else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train import everything
 
 from distcockpit import DistCockpit, every, logspaced, open_run, presets
+from distcockpit import quantities as q
 from distcockpit.quantities import (
     GradAbsMax,
     GradHist1d,
@@ -354,3 +356,26 @@ def test_aggregation_over_epochs(tmp_path: Path) -> None:
         result = range_aggregation(data, method)
         np.testing.assert_allclose(result[0], low)
         np.testing.assert_allclose(result[1], high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldName(q.GradNorm):
+    """Written for an earlier release."""
+
+    name: str = "old_name"
+
+    def local(self, batch: q.LocalBatch, memory: dict[str, Any]) -> dict[str, Any]:
+        return {"squares": batch.once(batch.mean_squared)}
+
+
+def test_the_old_name_of_replicated_values_works_with_a_warning(tmp_path: Path) -> None:
+    net, loss_fn, (x, y) = cases.initialised("mlp"), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
+    chosen = [OldName(), q.GradNorm()]
+    with (
+        pytest.warns(DeprecationWarning, match="batch.replicated"),
+        DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit,
+        cockpit.track(0),
+    ):
+        loss_fn(net(x), y).backward()
+    run = open_run(tmp_path / "run")
+    assert float(run["old_name"]["total"][0]) == float(run["grad_norm"]["total"][0]) > 0

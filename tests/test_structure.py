@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,39 @@ def test_who_imports_which_package() -> None:
     assert not who_imports("torchvision")
 
 
+PUBLIC = {
+    "distcockpit": "DistCockpit every logspaced open_run presets quantities",
+    "distcockpit.quantities": "CABS Alpha CompressionError Distance EarlyStopping Field GradAbsMax GradHist1d "
+    "GradHist2d GradNorm GradientActivation GradientGeometry GradientNoiseScale Group HessMaxEV HessTrace InnerTest "
+    "LearningRate LocalBatch Loss MeanGSNR Model Needs NormTest OrthoTest OutputActivation OutputGradientGeometry "
+    "OutputNorm ParamAbsMax ParameterCondition ParameterNorm Parameters Quantity RankDisagreement RankHealth ReplicaDrift "
+    "Shard Statistic TICDiag TICTrace Time Update UpdateGeometry UpdateSize",
+    "distcockpit.presets": "economy business full layers",
+    "distcockpit.schedules": "every logspaced",
+    "distcockpit.run": "open_run verify line_aggregation range_aggregation exponential_smoothing noise_scale "
+    "to_dataframe",
+    "distcockpit.findings": "RULES Checked Finding check",
+    "distcockpit.instruments": "INSTRUMENTS Instrument Place draw panel panels plot_run alpha grad_norm losses",
+    "distcockpit.sinks": "Histogram Sink TensorBoard WandB",
+    "distcockpit.lightning": "DistCockpitCallback",
+    "distcockpit.transformers": "DistCockpitCallback",
+    "distcockpit.cli": "cli main",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning's imports
+@pytest.mark.parametrize("module", PUBLIC)
+def test_what_users_import_is_there(module: str) -> None:
+    there = importlib.import_module(module)
+    assert not [name for name in PUBLIC[module].split() if not hasattr(there, name)]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = [node.name for tree in FILES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twice = {name for name, count in Counter(classes).items() if count > 1}
+    assert twice == {"DistCockpitCallback"}  # of Lightning and of transformers
+
+
 def test_quantities_neither_communicate_nor_touch_a_model() -> None:
     for file, tree in FILES.items():
         if file.startswith("quantities/"):
@@ -143,7 +178,7 @@ def test_the_page_on_the_architecture_knows_every_file() -> None:
         if name == "__init__.py" or folder in {"quantities", "instruments"}:
             continue  # one file each
         first = (ast.get_docstring(tree) or "").splitlines()[0]
-        assert f"| `{file}` | {first} |" in page, f"run `python docs/files.py`: {file}"
+        assert f"| `{file}` | {first} |" in page, f"docs/architecture.md lacks the first line of {file}"
 
 
 def test_the_oracle_shares_no_code_with_the_package() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from distcockpit.gradients.uses import Use
 
 
-class Runs:
+class BackwardPasses:
     """Layers and losses in the order in which gradients reached them, by run.
 
     Args:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distcockpit.capture.backward_passes import Runs
+from distcockpit.capture.backward_passes import BackwardPasses
 from distcockpit.capture.batch_axes import BatchAxes, given_shapes, shapes_of
-from distcockpit.capture.captured import ForwardPass, Loss, LossCall, Micro, received
+from distcockpit.capture.captured import ForwardPass, KnownLoss, LossCall, RecordedMicroBatch, received
 from distcockpit.capture.hooks import Hook
 from distcockpit.capture.interpretation import Interpretation, interpret
 from distcockpit.capture.loop import LoopWatch, differentiated
@@ -32,7 +32,7 @@ from distcockpit.capture.mixed import OutputsOfCalls
 from distcockpit.capture.objective import Objective
 from distcockpit.capture.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.capture.own_copies import OwnCopies
-from distcockpit.capture.parameter_gradients import Arrivals
+from distcockpit.capture.parameter_gradients import ParameterGradients
 from distcockpit.capture.reductions import arguments_of_loss, terms_inside
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
@@ -91,8 +91,8 @@ class Capture:
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
-        watch: Parameters of which ``arrivals`` shall hold what autograd gave them.
-        keep_left: Whether ``arrivals`` shall also hold what was in ``.grad`` before.
+        watch: Parameters of which ``parameter_gradients`` shall hold what autograd gave them.
+        keep_left: Whether ``parameter_gradients`` shall also hold what was in ``.grad`` before.
         wrappers: Modules around the model.
         settled: Whether an earlier step was right, so that passes without a backward are meant so.
         goes_on: Whether a fault costs this step alone, and is no reason to end the run.
@@ -104,7 +104,7 @@ class Capture:
         self,
         model: nn.Module,
         layers: Sequence[Layer],
-        loss: Loss,
+        loss: KnownLoss,
         axes: BatchAxes,
         *,
         thorough: bool = False,
@@ -122,7 +122,7 @@ class Capture:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
         self._batch_size = batch_size
-        self.arrivals = Arrivals(watch or {}, keep_left)
+        self.parameter_gradients = ParameterGradients(watch or {}, keep_left)
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
         self.fault: Exception | None = None  # what went wrong, where that does not end the run
         self._overlap = False  # whether a pass began before an earlier one went backward
@@ -130,7 +130,7 @@ class Capture:
         self._opened_by = self._thread  # the thread that runs the open pass
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
-        self.micros: list[Micro] = []
+        self.micros: list[RecordedMicroBatch] = []
         self._pass: ForwardPass | None = None  # the one that calls of layers belong to
         self._batch: list[Tensor] = []  # what it was given
         self._calls: list[_Call] = []  # of the model, that have not returned
@@ -148,7 +148,7 @@ class Capture:
         self._to_show: list[tuple[Use, int, Tensor]] = []
         self._late: tuple[nn.Module, Watch] | None = None  # called by the backward pass, and what sees its calls
         self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
-        self._runs = Runs(model)
+        self._backward_passes = BackwardPasses(model)
         self._parameters = ""
         self.forward_seconds = 0.0
         self.skips = False  # whether passes had no backward and are left out
@@ -181,7 +181,7 @@ class Capture:
                 keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
         if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
-        self._handles += self.arrivals.watch()
+        self._handles += self.parameter_gradients.watch()
         if self._is_loops:
             for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
                 keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
@@ -236,7 +236,7 @@ class Capture:
 
     def pause(self, paused: bool) -> None:
         """Look away, or look again."""
-        self._paused = self.arrivals.paused = paused
+        self._paused = self.parameter_gradients.paused = paused
 
     @property
     def _looks_away(self) -> bool:
@@ -273,7 +273,7 @@ class Capture:
         # Its samples are those of the pass before, as where a sequence is cut into windows and the state is handed on.
         continues = self._loop.is_of_samples(tensors((args, kwargs)), batch_size)
         if micro is None or not continues and (micro.losses or any(p.went_backward for p in micro.passes)):
-            micro = Micro()
+            micro = RecordedMicroBatch()
             self.micros.append(micro)
         micro.is_one_batch |= continues
         self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
@@ -480,7 +480,7 @@ class Capture:
         def hook(_: Capture, gradients: Sequence[Tensor | None]) -> None:
             if self._open and not self._paused:
                 receive(gradients)
-                self._runs.reach(receive)
+                self._backward_passes.reach(receive)
 
         self._handles.append(node.register_prehook(functools.partial(hook, self)))
 
@@ -650,7 +650,7 @@ class Capture:
             if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
                 receive(gradient)
                 if of is not None:
-                    self._runs.reach(of)
+                    self._backward_passes.reach(of)
 
         self._handles.append(tensor.register_hook(functools.partial(hook, self)))
         if isinstance(of, Use) and self._is_loops and self.objective.may_split:
@@ -677,8 +677,8 @@ class Capture:
             )
         for forward in [each for each in self._passes if each.is_aside and not each.went_backward]:
             self._forget(forward)
-        self._runs.check_layers()
-        self._runs.check_kept()
+        self._backward_passes.check_layers()
+        self._backward_passes.check_kept()
         self._axes.settle(self._model, self._passes, self._functions)
         with torch.no_grad():
             for use, position, values in self._to_show:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distcockpit.gradients.known import of_samples
-from distcockpit.gradients.uses import Axes, Formed, MicroBatch, Use
+from distcockpit.gradients.uses import Axes, Materialized, MicroBatch, Use
 from distcockpit.replay.module_state import ModuleStates
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.trees import memory_of, tensors
@@ -100,7 +100,7 @@ class Said:
 
 
 @dataclass(eq=False)
-class Micro:
+class RecordedMicroBatch:
     """Forward passes and the losses computed from them: one micro-batch, as the hooks saw it."""
 
     passes: list[ForwardPass] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Captured:
     passes: list[ForwardPass]
     losses: list[LossCall]
     observed: list[tuple[str, dict[str, Tensor]]]  # leaf module, what was kept of its output; in forward order
-    formed: Formed = field(default_factory=dict)  # individual gradients that a walk kept
+    materialized: Materialized = field(default_factory=dict)  # individual gradients that a walk kept
     beside: Beside = field(default_factory=lambda: Beside())
     terms: Sequence[Any] = ()  # of the parts of its loss: `interpretation.Terms`
     _unknown: Mapping[str, Tensor] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Captured:
     @property
     def batch(self) -> MicroBatch:
         """What walks go over; the output gradients mean what they should once they are scaled."""
-        return MicroBatch(self.batch_size, self.uses, self.formed)
+        return MicroBatch(self.batch_size, self.uses, self.materialized)
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Loss:
+class KnownLoss:
     """What is known of the loss from outside: the module, and the user's word.
 
     Args:

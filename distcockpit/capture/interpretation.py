@@ -21,14 +21,14 @@ from distcockpit.capture.captured import (
     Beside,
     Captured,
     ForwardPass,
-    Loss,
+    KnownLoss,
     LossCall,
-    Micro,
+    RecordedMicroBatch,
     Scale,
     observed_in,
     received,
 )
-from distcockpit.capture.objective import Objective, Part
+from distcockpit.capture.objective import LossPart, Objective
 from distcockpit.gradients.known import of_samples
 from distcockpit.gradients.uses import Use
 from distcockpit.world import Pending
@@ -86,12 +86,17 @@ class Terms:
     is_sum: bool  # whether nothing divides it
     pattern: float = 0.0  # of coefficients that differ beside the batch axis; it must be the same for all samples
     weight: float | None = None  # the user's word on how many terms they are
-    part: Part | None = None  # in the graph, where it is one sum or mean
+    part: LossPart | None = None  # in the graph, where it is one sum or mean
     factor: float = 1.0  # of its gradient, to have that of the sum of its terms
 
 
 def interpret(
-    micros: Sequence[Micro], objective: Objective, loss: Loss, batch_size: int | None, *, skips: bool = False
+    micros: Sequence[RecordedMicroBatch],
+    objective: Objective,
+    loss: KnownLoss,
+    batch_size: int | None,
+    *,
+    skips: bool = False,
 ) -> Interpretation:
     """The micro-batches of a step.
 
@@ -147,7 +152,7 @@ def interpret(
     return result
 
 
-def _compare(result: Interpretation, loss: Loss, scale: float) -> None:
+def _compare(result: Interpretation, loss: KnownLoss, scale: float) -> None:
     """Whether what the user says of the loss is what was seen."""
     for captured in result.captured:
         if captured.scale.total is None or len(captured.losses) != 1 or not captured.scale.unscale:
@@ -163,7 +168,7 @@ def _compare(result: Interpretation, loss: Loss, scale: float) -> None:
             )
 
 
-def _grouped(micros: Sequence[Micro], parts: Sequence[Part]) -> list[Micro]:
+def _grouped(micros: Sequence[RecordedMicroBatch], parts: Sequence[LossPart]) -> list[RecordedMicroBatch]:
     """Passes whose samples have losses together, together; all others apart.
 
     Raises:
@@ -190,11 +195,13 @@ def _grouped(micros: Sequence[Micro], parts: Sequence[Part]) -> list[Micro]:
         sizes = sorted({forward.batch_size for forward in mine})
         if len(sizes) > 1:
             raise RuntimeError(UNPAIRED.format(passes=len(mine), sizes=sizes))
-        result.append(Micro(mine, calls, len(mine) > 1))
+        result.append(RecordedMicroBatch(mine, calls, len(mine) > 1))
     return result
 
 
-def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, result: Interpretation) -> list[Terms]:
+def _terms_of(
+    micro: RecordedMicroBatch, parts: Sequence[LossPart], scale: float, loss: KnownLoss, result: Interpretation
+) -> list[Terms]:
     """What the objective is made of for the samples of a micro-batch."""
     forward = micro.passes[0]
     if not forward.batch_size:
@@ -210,7 +217,7 @@ def _terms_of(micro: Micro, parts: Sequence[Part], scale: float, loss: Loss, res
     return found or [Terms("", 1 / weight, weight, 1.0, None, None, False)]
 
 
-def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpretation) -> Terms:
+def _terms(part: LossPart, micro: RecordedMicroBatch, scale: float, loss: KnownLoss, result: Interpretation) -> Terms:
     assert part.gradient is not None
     reduction = part.reduction
     owner = next(forward for forward in micro.passes if forward in part.passes)
@@ -245,7 +252,7 @@ def _terms(part: Part, micro: Micro, scale: float, loss: Loss, result: Interpret
     return terms
 
 
-def _learned(part: Part, micro: Micro) -> list[Use]:
+def _learned(part: LossPart, micro: RecordedMicroBatch) -> list[Use]:
     """The individual gradients of parameters in the coefficient of a part."""
     owner = next((forward for forward in micro.passes if forward in part.passes), None)
     losses = None if owner is None else part.sums(owner, part.reduction.terms.detach())
@@ -255,7 +262,7 @@ def _learned(part: Part, micro: Micro) -> list[Use]:
     return [of_samples(name, torch.einsum("n,...->n...", each, v.double())) for name, v in part.learned.items()]
 
 
-def _weighted(part: Part, values: Tensor) -> tuple[float, Tensor, float, float]:
+def _weighted(part: LossPart, values: Tensor) -> tuple[float, Tensor, float, float]:
     """One coefficient for terms that have different ones.
 
     Returns:
@@ -295,10 +302,10 @@ def _said(call: LossCall, found: Sequence[Terms], scale: float) -> Terms:
 
 
 def _scales(
-    split: Sequence[Micro],
+    split: Sequence[RecordedMicroBatch],
     terms: Sequence[Sequence[Terms]],
     scale: float,
-    loss: Loss,
+    loss: KnownLoss,
     result: Interpretation,
     n_roots: int,
 ) -> list[Scale]:

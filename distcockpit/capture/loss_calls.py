@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import Loss, LossCall, Micro, Said
+from distcockpit.capture.captured import KnownLoss, LossCall, RecordedMicroBatch, Said
 from distcockpit.replay.trees import map_tensors
 
 SAID_TWICE = (
@@ -27,7 +27,7 @@ class LossCalls:
         on_gradient: Puts hooks on losses.
     """
 
-    def __init__(self, loss: Loss, micros: list[Micro], on_gradient: OnGradient) -> None:
+    def __init__(self, loss: KnownLoss, micros: list[RecordedMicroBatch], on_gradient: OnGradient) -> None:
         self._loss, self._micros, self._on_gradient = loss, micros, on_gradient
 
     def heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

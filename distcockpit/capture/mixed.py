@@ -68,7 +68,9 @@ def unmix(captured: Sequence[Captured], times: int, weight: float, world: World)
     k = len(captured) if times == 1 else 1
     present = [micro for micro in captured if micro.weight]
     known = all(map(_is_known, present))
-    told = world.share([[(t.name, 1 / (k * t.coefficient)) for t in m.terms] for m in present] if known else None)
+    told = world.all_gather_object(
+        [[(t.name, 1 / (k * t.coefficient)) for t in m.terms] for m in present] if known else None
+    )
     parts = [each for mine in told for each in mine or ()]
     names = {tuple(name for name, _ in each) for each in parts}
     if any(mine is None for mine in told) or len(names) != 1:

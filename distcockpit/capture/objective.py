@@ -49,7 +49,7 @@ PRODUCTS = _nodes("Mul Div Dot Vdot Mv Mm Bmm Addmv Addmm")
 
 
 @dataclass(eq=False)
-class Part:
+class LossPart:
     """Terms of the objective, and the gradient that reached them."""
 
     reduction: Reduction
@@ -128,7 +128,7 @@ class Root:
     """What was differentiated: its value times the gradient that it was given."""
 
     value: Tensor
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LossPart] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
     coupled: str = ""  # the call that couples samples
     mixing: str = ""  # a call that added up what is of several samples
@@ -162,7 +162,7 @@ class Objective:
         self._reductions: dict[int, Reduction] = {}  # by number of the node in the graph
         self._marks: dict[int, ForwardPass] = {}  # nodes that depend on samples
         self._of_samples: dict[int, bool] = {}
-        self._parts: dict[Any, Part] = {}
+        self._parts: dict[Any, LossPart] = {}
         self._told: dict[int, Tensor] = {}
         self.roots: list[Root] = []
         self.n_roots = 0  # also of passes without samples
@@ -295,14 +295,14 @@ class Objective:
         if reduction is None and not of_numbers and not root.mixing:
             return self._unseen(node, position, root, on_gradient)
         if reduction is not None and not root.mixing and reduction.again is not None:
-            part = self._parts.setdefault(number, Part(reduction, Owners(dict.fromkeys(self._passes_behind(node)))))
+            part = self._parts.setdefault(number, LossPart(reduction, Owners(dict.fromkeys(self._passes_behind(node)))))
             root.parts.append(part)
             self._hook(part, node, position, on_gradient)
             return []
         root.coupled = reduction.name if reduction is not None else root.mixing or name.partition("Backward")[0]
         return []
 
-    def _cut(self, reduction: Reduction, node: Any) -> Part | None:
+    def _cut(self, reduction: Reduction, node: Any) -> LossPart | None:
         """The terms as a part of the objective; ``None`` if they are not those of samples.
 
         Raises:
@@ -330,7 +330,7 @@ class Objective:
             found = next(iter(owners.of.values()))
             if found is not None and not isinstance(found, Tensor):
                 self._axes[place] = found
-        self._parts[key] = Part(reduction, owners)
+        self._parts[key] = LossPart(reduction, owners)
         return self._parts[key]
 
     def _learn(self, tensor: Tensor, gradient: Tensor | None, root: Root) -> None:
@@ -358,7 +358,7 @@ class Objective:
         if key not in self._parts:
             size = float(passes[0].batch_size) if passes else 1.0
             reduction = Reduction(node.name(), torch.empty(0), size, True, False)
-            self._parts[key] = Part(reduction, Owners(dict.fromkeys(passes)), is_seen=False)
+            self._parts[key] = LossPart(reduction, Owners(dict.fromkeys(passes)), is_seen=False)
             on_gradient(node, _picked(self._parts[key].receive, position))
         root.parts.append(self._parts[key])
         return []
@@ -376,7 +376,7 @@ class Objective:
             on_gradient(node, _picked(self._penalties[key].receive, position))
         root.penalties.append(self._penalties[key])
 
-    def _hook(self, part: Part, node: Any, position: int, on_gradient: OnGradient) -> None:
+    def _hook(self, part: LossPart, node: Any, position: int, on_gradient: OnGradient) -> None:
         number = number_of(node)
         if number in part.numbers:
             return

@@ -15,7 +15,7 @@ ROUNDING = 1e-15
 """Of a quotient of numbers in float64."""
 
 
-class Arrivals:
+class ParameterGradients:
     """The gradients that arrive at some parameters in a step, added up over backward calls.
 
     Args:

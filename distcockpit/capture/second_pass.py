@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.batch_norm import batch_statistics
 from distcockpit.capture.capture import Capture
-from distcockpit.capture.captured import Captured, ForwardPass, Loss
+from distcockpit.capture.captured import Captured, ForwardPass, KnownLoss
 from distcockpit.capture.rerun import replayed
 from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
@@ -141,7 +141,7 @@ def _recaptured(
     constant_statistics: bool,
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
     """The tensors that the model returns when it is called again, with other layers hooked."""
-    again = Capture(model, layers, Loss(None), axes, batch_size=forward.batch_size, copies=False)
+    again = Capture(model, layers, KnownLoss(None), axes, batch_size=forward.batch_size, copies=False)
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
         again.start()
@@ -165,7 +165,7 @@ def _reaches(silent: Tensor, gradient: Tensor) -> bool:
     return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
 
 
-def differentiated_again(
+def second_pass(
     captured: Captured,
     model: nn.Module,
     layers: Sequence[Layer],

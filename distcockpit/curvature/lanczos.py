@@ -154,18 +154,18 @@ class _SharedProduct:
     def __call__(self, vector: np.ndarray) -> np.ndarray:
         self._message[:-1] = torch.from_numpy(vector).to(self._message.device)
         self._message[-1] = 1
-        self._world.tell(self._message)
+        self._world.broadcast(self._message)
         return self._answer().cpu().numpy()
 
     def help(self) -> None:
         """Take part in products until rank 0 stops."""
-        while self._world.tell(self._message)[-1]:
+        while self._world.broadcast(self._message)[-1]:
             self._answer()
 
     def stop(self) -> None:
         """Let the other ranks go, unless they have gone."""
         if not self._over:
-            self._world.tell(self._message.zero_())
+            self._world.broadcast(self._message.zero_())
 
     def _answer(self) -> Tensor:
         """The pooled product.
@@ -179,7 +179,7 @@ class _SharedProduct:
         except Exception as error:
             problem = error
             answer[-1] = 1
-        failed = self._world.pool(answer)[-1]
+        failed = self._world.all_reduce(answer)[-1]
         if failed:
             self._over = True
             raise RuntimeError(

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
-from distcockpit.gradients.uses import Axis, Blocks, Rule, Use
+from distcockpit.gradients.uses import Axis, Blocks, Use, UseRule
 
 Sizes = tuple[int, ...]
 """One number for each spatial axis."""
@@ -23,7 +23,7 @@ TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3:
 
 
 @dataclass(frozen=True)
-class ConvolutionRule(Rule):
+class ConvolutionRule(UseRule):
     """Convolutions in one to three dimensions, with groups, dilation, stride and padding.
 
     Args:
@@ -72,7 +72,7 @@ class ConvolutionRule(Rule):
 
         return block
 
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
+    def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<delta_i, conv(x_i; V, v)>``."""
         delta, n_axes = use.delta, len(self.stride)
         if delta.is_cuda and torch.backends.cudnn.allow_tf32:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Rows
-from distcockpit.gradients.uses import Blocks, Rule, Use
+from distcockpit.gradients.uses import Blocks, Use, UseRule
 
 
 @dataclass(frozen=True)
-class EmbeddingRule(Rule):
+class EmbeddingRule(UseRule):
     """``y_t = W[x_t]``, on ``[N]`` or ``[N, *]``.
 
     Args:
@@ -36,7 +36,7 @@ class EmbeddingRule(Rule):
 
         return block
 
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
+    def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
         """``sum_t <delta_it, V[x_it]>``."""
         (v,) = direction.values()
         index, delta = self._occurrences(use)

@@ -16,7 +16,7 @@ from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.linear import LinearRule
 from distcockpit.gradients.recording import Given, Leaf, Made, Recording
 from distcockpit.gradients.scale import ScaleRule
-from distcockpit.gradients.uses import Rule
+from distcockpit.gradients.uses import UseRule
 
 LINEAR, TRANSPOSED = LinearRule(), LinearRule(transposed=True)
 
@@ -31,7 +31,7 @@ class Form:
         source: Which tensor of the batch is x.
     """
 
-    rule: Rule
+    rule: UseRule
     names: Mapping[str, str]
     source: int
 
@@ -58,7 +58,7 @@ class _Arguments:
         return found.shape if isinstance(found, Leaf) else self.given[found.position].shape
 
 
-Found = tuple[Rule, dict[str, Any], Any]
+Found = tuple[UseRule, dict[str, Any], Any]
 """The rule, what is in the place of its parameters, and of x."""
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distcockpit.gradients.forms import FUNCTIONS
-from distcockpit.gradients.recording import Call, Given, Leaf, Made, Part, Recording, writes
+from distcockpit.gradients.recording import Call, Given, Leaf, Made, ParameterPart, Recording, writes
 from distcockpit.gradients.uses import CALLS, Layer
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.trees import map_tensors, tensors
@@ -202,7 +202,7 @@ class Watch(Mode):
                 return OPENED[func](*args, **kwargs)
         given = tensors((args, kwargs))
         kinds = [self._kind(t) for t in given]
-        if not any(isinstance(kind, Part) for kind in kinds):
+        if not any(isinstance(kind, ParameterPart) for kind in kinds):
             result = func(*args, **kwargs)
             if "batch" in kinds:
                 self.mark(tensors(result))
@@ -234,7 +234,7 @@ class Watch(Mode):
                     self._known[tensor] = Made(recording, position)
         return result
 
-    def _kind(self, tensor: Tensor) -> Part | str | None:
+    def _kind(self, tensor: Tensor) -> ParameterPart | str | None:
         """A parameter or what was made of some, "batch", or nothing: a constant."""
         kind = self._leaves.get(id(tensor)) or self._known.get(tensor)
         if kind is None and tensor.grad_fn is not None and self._batch_size in tensor.shape:
@@ -246,13 +246,13 @@ class Watch(Mode):
     ) -> tuple[Recording, list[Tensor]]:
         """The call, and the tensors of the batch in it; constants that are as long as the batch are cut with it."""
         batch: list[Tensor] = []
-        parts: list[Part] = []
+        parts: list[ParameterPart] = []
         turn = iter(zip(kinds, kept, strict=True))
         is_use = "batch" in kinds
 
         def exchange(_: Tensor) -> Any:
             kind, tensor = next(turn)
-            if isinstance(kind, Part):
+            if isinstance(kind, ParameterPart):
                 parts.append(kind)
                 return kind
             if not is_use:

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from distcockpit.gradients import parts
 from distcockpit.gradients.parts import Drawn
-from distcockpit.gradients.uses import Blocks, Rule, Use, to_front
+from distcockpit.gradients.uses import Blocks, Use, UseRule, to_front
 from distcockpit.replay.checkpointing import kept_activations
 from distcockpit.replay.rng import unchanged
 from distcockpit.replay.trees import map_tensors, tensors
@@ -47,7 +47,7 @@ class _Verdict:
     route: int = 0
 
 
-class GenericRule(Rule):
+class GenericRule(UseRule):
     """Exact for every module, and every call, that treats the samples of a batch independently of each other."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class GenericRule(Rule):
 GENERIC = GenericRule()
 
 
-def rule_of(use: Use) -> Rule:
+def rule_of(use: Use) -> UseRule:
     """What serves a call: its closed form, or else running it again."""
     return use.closed or GENERIC
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from distcockpit.gradients.uses import Blocks, Layer, Rule, Use
+from distcockpit.gradients.uses import Blocks, Layer, Use, UseRule
 
 
-class GivenRule(Rule):
+class GivenRule(UseRule):
     """The individual gradients are there."""
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
-        """See `Rule.blocks`."""
+        """See `UseRule.blocks`."""
         return lambda samples: {name: use.delta[samples] for name in names}
 
 

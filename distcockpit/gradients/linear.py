@@ -9,10 +9,10 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
-from distcockpit.gradients.uses import Blocks, Rule, Use
+from distcockpit.gradients.uses import Blocks, Use, UseRule
 
 
-class LinearRule(Rule):
+class LinearRule(UseRule):
     """``y = x W^T + b``, on ``[N, in]`` or with further axes, ``[N, *, in]``, which are summed over.
 
     Args:
@@ -41,7 +41,7 @@ class LinearRule(Rule):
 
         return block
 
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
+    def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor:
         """``sum_t <delta_it, V x_it + v>``; with one ``t``, in the precision of the direction."""
         delta, x = self._sequences(use)
         one = delta.shape[1] == 1

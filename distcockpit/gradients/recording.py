@@ -15,7 +15,7 @@ from distcockpit.replay.trees import tensors
 WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")}
 
 
-class Part(ABC):
+class ParameterPart(ABC):
     """Stands in recorded arguments for a tensor that is not a constant."""
 
     parameters: frozenset[str] = frozenset()
@@ -25,36 +25,36 @@ class Part(ABC):
         """The tensor, when the call is run again."""
 
 
-class Given(Part):
+class Given(ParameterPart):
     """A tensor of the batch."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
     def value(self, again: Again) -> Tensor:
-        """See `Part.value`."""
+        """See `ParameterPart.value`."""
         return again.given[self.position]
 
 
-class Leaf(Part):
+class Leaf(ParameterPart):
     """A parameter."""
 
     def __init__(self, name: str, shape: torch.Size) -> None:
         self.name, self.shape, self.parameters = name, shape, frozenset({name})
 
     def value(self, again: Again) -> Tensor:
-        """See `Part.value`."""
+        """See `ParameterPart.value`."""
         return again.leaves[self.name]
 
 
-class Made(Part):
+class Made(ParameterPart):
     """One of the tensors that a call on parameters and constants returned."""
 
     def __init__(self, call: Recording, position: int) -> None:
         self.call, self._position, self.parameters = call, position, call.parameters
 
     def value(self, again: Again) -> Tensor:
-        """See `Part.value`."""
+        """See `ParameterPart.value`."""
         if id(self.call) not in again.made:
             again.made[id(self.call)] = tensors(self.call.run(again))
         return again.made[id(self.call)][self._position]
@@ -84,7 +84,7 @@ class Recording:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        parts: Sequence[Part],
+        parts: Sequence[ParameterPart],
         shapes: Sequence[torch.Size] = (),
     ) -> None:
         self.function, self.args, self.kwargs, self._shapes = function, args, kwargs, shapes
@@ -98,9 +98,9 @@ class Recording:
         cut, is_written_to = self._cut(again.given), writes(self.function)
 
         def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, Part | Tensor):
+            if not isinstance(leaf, ParameterPart | Tensor):
                 return leaf
-            value = leaf.value(again) if isinstance(leaf, Part) else leaf.detach()
+            value = leaf.value(again) if isinstance(leaf, ParameterPart) else leaf.detach()
             if cut is not None and isinstance(leaf, Made):
                 axis, size, length = cut
                 value = value.narrow(axis, 0, length) if value.dim() > axis and value.shape[axis] == size else value

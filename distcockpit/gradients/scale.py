@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distcockpit.gradients.uses import Axis, Blocks, Rule, Use, place
+from distcockpit.gradients.uses import Axis, Blocks, Use, UseRule, place
 
 
 @dataclass(frozen=True)
-class ScaleRule(Rule):
+class ScaleRule(UseRule):
     """``sum_t delta_it n(x)_it`` and ``sum_t delta_it``, over all that w and b are broadcast over.
 
     Args:

@@ -238,7 +238,7 @@ class Projection(Statistic):
         for local, name in parameters.items():
             direction = self.direction[name]
             by_part.setdefault(self._part[name], {})[local] = direction.double() if in_double else direction
-        found = {k: rule_of(use).along(use, part) for k, part in by_part.items()}
+        found = {k: rule_of(use).jvp(use, part) for k, part in by_part.items()}
         known = {k: values for k, values in found.items() if values is not None}
         if len(known) < len(found):
             return None

@@ -71,7 +71,7 @@ Blocks = Callable[[slice], dict[str, Tensor]]
 """Maps a range of samples to their individual gradients by local parameter name, each ``[n, *parameter.shape]``."""
 
 
-class Rule(ABC):
+class UseRule(ABC):
     """How the individual gradients of some parameters follow from a :class:`Use`."""
 
     def takes(self, axis: Axis, n_axes: int) -> bool:
@@ -86,7 +86,7 @@ class Rule(ABC):
         """The individual gradients of the one parameter of a call, if they have few rows that are not zero."""
         return None
 
-    def along(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
+    def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<g_i, v>`` for all samples, where that needs no individual gradient: the derivative of the output along v.
 
         Args:
@@ -140,7 +140,7 @@ class Use:
     """One call of a layer in one forward pass, with the gradients that arrived at its outputs."""
 
     layer: Layer
-    form: Rule | None  # what serves it, where the batch is where that can take it
+    form: UseRule | None  # what serves it, where the batch is where that can take it
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
@@ -194,7 +194,7 @@ class Use:
         return replace(self, layer=replace(self.layer, parameters=parameters))
 
     @property
-    def closed(self) -> Rule | None:
+    def closed(self) -> UseRule | None:
         """The closed form, if there is one that takes the call."""
         takes = self.form is not None and len(self.axes) == 1 and self.form.takes(self.axes[0], len(self.shapes[0]))
         return self.form if takes else None
@@ -219,7 +219,7 @@ class Use:
         return any(tensor._version != version for tensor, version in self.versions)
 
 
-Formed = dict[str, list[tuple[slice, slice, Tensor]]]
+Materialized = dict[str, list[tuple[slice, slice, Tensor]]]
 """Individual gradients that were formed, by parameter: some samples, a part of its first axis, and those."""
 
 
@@ -229,12 +229,14 @@ class MicroBatch:
 
     batch_size: int
     uses: list[Use]
-    formed: Formed = field(default_factory=dict)  # what a walk kept for the next one
+    materialized: Materialized = field(default_factory=dict)  # what a walk kept for the next one
 
     def what_is_needed(self) -> MicroBatch:
         """The same without the uses that no walk needs any more: the individual gradients of theirs were formed."""
-        uses = [use for use in self.uses if any(name not in self.formed for name in use.layer.parameters.values())]
-        return MicroBatch(self.batch_size, uses, self.formed)
+        uses = [
+            use for use in self.uses if any(name not in self.materialized for name in use.layer.parameters.values())
+        ]
+        return MicroBatch(self.batch_size, uses, self.materialized)
 
 
 def label(path: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from distcockpit.gradients.factors import Factors, products
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import WHOLE, Statistic
-from distcockpit.gradients.uses import Formed, MicroBatch, Use
+from distcockpit.gradients.uses import Materialized, MicroBatch, Use
 
 BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks leave matrix products without work
 CACHED_ELEMENTS = 400_000  # of products that statistics find in a CPU's cache, beside sums in float64
@@ -55,19 +55,19 @@ def walk(
                 rest = [name for name in tracked if not _from_formed(name, batch, start, statistics)]
                 for uses, names in _grouped(batch, rest).items():
                     group = _Group(uses, names, batch.batch_size, start, values, block_elements)
-                    formed = group.feed(statistics, left)
-                    batch.formed.update(formed)
-                    left -= sum(g.numel() * g.element_size() for pieces in formed.values() for *_, g in pieces)
+                    made = group.feed(statistics, left)
+                    batch.materialized.update(made)
+                    left -= sum(g.numel() * g.element_size() for pieces in made.values() for *_, g in pieces)
             start += batch.batch_size
     return left
 
 
 def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
     """Feed what an earlier walk formed and kept, if it did."""
-    for samples, part, gradients in batch.formed.get(name, ()):
+    for samples, part, gradients in batch.materialized.get(name, ()):
         for statistic in statistics:
             statistic.block(name, gradients, slice(start + samples.start, start + samples.stop), part)
-    return name in batch.formed
+    return name in batch.materialized
 
 
 class _UseTuple(tuple[Use, ...]):
@@ -115,7 +115,7 @@ class _Group:
             (use,), (local,) = uses, self._locals
             self._factors = {local[n]: factors for n, factors in rule_of(use).factors(use).items() if n in local}
 
-    def feed(self, statistics: Sequence[Statistic], keep: int) -> Formed:
+    def feed(self, statistics: Sequence[Statistic], keep: int) -> Materialized:
         """Let every statistic see every sample.
 
         Args:
@@ -134,15 +134,15 @@ class _Group:
         names = [name for name in self._names if not self._from_factors(name, left)]
         if names and self._from_rows(left):
             return {}
-        formed: Formed = defaultdict(list)
+        materialized: Materialized = defaultdict(list)
         pays = forms_blocks or any(statistic.goes_along for statistic in left)
         keeps = pays and bool(self._uses) and self._bytes(names) <= keep
         for samples, part, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples), part)
             if keeps:
-                formed[name].append((samples, part, gradients))
-        return formed
+                materialized[name].append((samples, part, gradients))
+        return materialized
 
     def _bytes(self, names: Sequence[str]) -> int:
         """Of the individual gradients of these parameters."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, ReplicatedValue
 from distcockpit.store.schema import Field, Group, Row
 
 STATUS = (
@@ -124,12 +124,12 @@ class Alpha(Quantity):
             per_own_length = update.norm / norm.where(norm != 0, 1)
             ends = (update.start_slopes[k] * per_own_length, update.end_slopes[k] * per_own_length)
         samples = (update.start_losses, batch.known_losses, *ends)
-        sums: dict[str, Tensor | Fact] = {
-            "update_norm": batch.once(norm),
-            "start_n": batch.once(update.start_n),
+        sums: dict[str, Tensor | ReplicatedValue] = {
+            "update_norm": batch.replicated(norm),
+            "start_n": batch.replicated(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
-            "skipped": batch.once(update.skipped),
-            "interrupted": batch.once(update.interrupted),
+            "skipped": batch.replicated(update.skipped),
+            "interrupted": batch.replicated(update.interrupted),
             "unknown": batch.vector([not batch.losses_known])[0],
             "coupled": batch.vector([not batch.has_gradients])[0],
         }

@@ -19,11 +19,11 @@ import numpy as np
 from torch import Tensor
 
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs, Observed
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed, ReplicatedValue
 from distcockpit.schedules import Schedule
 from distcockpit.store.schema import NAME, Group, Row
 
-Sums = Mapping[str, Tensor | Fact]
+Sums = Mapping[str, Tensor | ReplicatedValue]
 """What one rank contributes, by name: tensors, whose total over ranks is their sum, in float64, and facts. Names and
 shapes must be the same on all ranks, also on one without samples."""
 

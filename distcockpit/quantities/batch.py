@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -218,7 +219,7 @@ Observed = Sequence[Sequence[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Fact:
+class ReplicatedValue:
     """Something that all ranks hold alike: told by rank 0, not sent. Other ranks hold ``None``."""
 
     value: Tensor | None
@@ -307,13 +308,24 @@ class LocalBatch:
             del vars(seen)[name]
         return seen
 
-    def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> Fact:
-        """A fact that all ranks hold alike. A callable is called on rank 0 only."""
+    def replicated(
+        self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray
+    ) -> ReplicatedValue:
+        """A value that all ranks hold alike: rank 0 stores its own, and nothing is sent.
+
+        Args:
+            value: A number or an array, or a function that returns one, which is called on rank 0 only.
+        """
         if self.rank:
-            return Fact(None)
+            return ReplicatedValue(None)
         device = next(iter(self.parameters.values())).device
         known = value() if callable(value) and not isinstance(value, Tensor) else value
-        return Fact(torch.as_tensor(known, dtype=torch.float64, device=device))
+        return ReplicatedValue(torch.as_tensor(known, dtype=torch.float64, device=device))
+
+    def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> ReplicatedValue:
+        """The old name of `replicated`."""
+        warnings.warn("batch.once(...) is called batch.replicated(...) now.", DeprecationWarning, stacklevel=2)
+        return self.replicated(value)
 
     @property
     def known_losses(self) -> Tensor:

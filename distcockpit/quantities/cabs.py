@@ -48,8 +48,8 @@ class CABS(Quantity):
         return {
             "squares": batch.collected(batch.squared_norms, index, size + 1)[:size],
             "loss": batch.vector([float("nan") if batch.loss is None else batch.loss])[0],
-            "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size + 1)[:size]),
-            "rates": batch.once(lambda: batch.vector(batch.learning_rates)),
+            "mean_squared": batch.replicated(lambda: batch.collected(batch.mean_squared, index, size + 1)[:size]),
+            "rates": batch.replicated(lambda: batch.vector(batch.learning_rates)),
         }
 
     def finalize(self, totals: Totals, n: int) -> Row:

@@ -42,7 +42,10 @@ class Distance(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The squared distances, which all ranks know."""
-        return {"squares": batch.once(lambda: self._squares(batch)), "known": batch.once(bool(batch.initial))}
+        return {
+            "squares": batch.replicated(lambda: self._squares(batch)),
+            "known": batch.replicated(bool(batch.initial)),
+        }
 
     def _squares(self, batch: LocalBatch) -> Tensor:
         if not batch.initial:

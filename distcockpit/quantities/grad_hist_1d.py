@@ -14,7 +14,7 @@ from distcockpit.gradients.kernels import OUTSIDE
 from distcockpit.gradients.statistics import Histogram1d, Statistic
 from distcockpit.quantities.adaptation import GradAbsMax
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import Fact, LocalBatch, Model
+from distcockpit.quantities.batch import LocalBatch, Model, ReplicatedValue
 from distcockpit.quantities.histograms import (
     OUTSIDE_FIELDS,
     Axis,
@@ -92,11 +92,11 @@ class GradHist1d(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Counts per slot; the largest element in this rank's slot."""
-        sums: dict[str, Tensor | Fact] = {**self._axis.measured(batch)}
+        sums: dict[str, Tensor | ReplicatedValue] = {**self._axis.measured(batch)}
         if self.starts(batch.step):
             histogram: Histogram1d = batch.statistics["histogram"]  # type: ignore[assignment]
             sums["slots"] = as_sum(histogram.counts, (self.bins + OUTSIDE,), batch)
-            sums["edges"] = batch.once(histogram.edges)
+            sums["edges"] = batch.replicated(histogram.edges)
         return sums
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:

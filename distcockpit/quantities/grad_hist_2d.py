@@ -15,7 +15,7 @@ from distcockpit.gradients.kernels import OUTSIDE
 from distcockpit.gradients.statistics import Histogram2d, Statistic
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import Fact, LocalBatch, Model
+from distcockpit.quantities.batch import LocalBatch, Model, ReplicatedValue
 from distcockpit.quantities.histograms import (
     OUTSIDE_FIELDS,
     Axis,
@@ -120,7 +120,7 @@ class GradHist2d(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Counts per pair of slots; the largest values in this rank's slots."""
         gradient, parameter = self._axes
-        sums: dict[str, Tensor | Fact] = {**gradient.measured(batch), **parameter.measured(batch)}
+        sums: dict[str, Tensor | ReplicatedValue] = {**gradient.measured(batch), **parameter.measured(batch)}
         if not self.starts(batch.step):
             return sums
         histogram: Histogram2d = batch.statistics["histogram"]  # type: ignore[assignment]
@@ -128,7 +128,7 @@ class GradHist2d(Quantity):
         slots = torch.stack([as_sum(counts, shape, batch) for counts in histogram.counts.values()])
         sums["slots"] = slots if self.keep_individual else slots.sum(0, keepdim=True)
         for axis in self._axes:
-            sums[f"{axis.key}_edges"] = batch.once(axis.edges(memory))
+            sums[f"{axis.key}_edges"] = batch.replicated(axis.edges(memory))
         return sums
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class GradNorm(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The squared norms, which all ranks know."""
-        return {"squares": batch.once(batch.mean_squared)}
+        return {"squares": batch.replicated(batch.mean_squared)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The norms."""

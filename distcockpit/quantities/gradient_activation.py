@@ -66,7 +66,7 @@ class GradientActivation(Quantity):
             ]
             return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])
 
-        return {"shares": batch.once(shares)}
+        return {"shares": batch.replicated(shares)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

@@ -38,7 +38,9 @@ class GradientGeometry(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Norms and inner products, which all ranks could know."""
-        return {"compared": batch.once(lambda: compared(batch.step, batch.mean_gradient, batch.mean_squared, memory))}
+        return {
+            "compared": batch.replicated(lambda: compared(batch.step, batch.mean_gradient, batch.mean_squared, memory))
+        }
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

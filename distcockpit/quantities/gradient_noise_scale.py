@@ -66,7 +66,7 @@ class GradientNoiseScale(Quantity):
             between = batch.local_n * kernels.squared_norms(apart).sum()
         return {
             "squares": batch.collected(batch.squared_norms, index, size),
-            "mean_squared": batch.once(lambda: batch.collected(batch.mean_squared, index, size)),
+            "mean_squared": batch.replicated(lambda: batch.collected(batch.mean_squared, index, size)),
             "between": between,
             "ranks": torch.ones_like(between) if batch.local_n else torch.zeros_like(between),
         }

@@ -66,7 +66,7 @@ class HessMaxEV(Quantity):
         """What rank 0 found."""
         found = batch.eigenvalues[self._kind]
         facts = [found.value, float(STATUS.index(found.status)), float(found.products)]
-        return {"found": batch.once(lambda: batch.vector(facts))}
+        return {"found": batch.replicated(lambda: batch.vector(facts))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

@@ -39,7 +39,7 @@ class InnerTest(Quantity):
         """This rank's centred sum of squares."""
         mean_squared = batch.mean_squared.sum()
         along = (batch.projections - mean_squared).square().sum()
-        return {"along": along, "mean_squared": batch.once(mean_squared)}
+        return {"along": along, "mean_squared": batch.replicated(mean_squared)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Theta."""

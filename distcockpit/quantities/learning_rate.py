@@ -31,7 +31,7 @@ class LearningRate(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The rates, which all ranks know."""
-        return {"rates": batch.once(lambda: batch.vector(batch.learning_rates))}
+        return {"rates": batch.replicated(lambda: batch.vector(batch.learning_rates))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

@@ -36,7 +36,7 @@ class NormTest(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 of this rank; the squared norm of G."""
-        mean_squared = batch.once(lambda: batch.mean_squared.sum())
+        mean_squared = batch.replicated(lambda: batch.mean_squared.sum())
         return {"squares": batch.squared_norms.sum(), "mean_squared": mean_squared}
 
     def finalize(self, totals: Totals, n: int) -> Row:

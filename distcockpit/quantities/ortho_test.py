@@ -41,7 +41,7 @@ class OrthoTest(Quantity):
         """S2 and the centred squares of the projections, of this rank; the squared norm of G."""
         mean_squared = batch.mean_squared.sum()
         along = (batch.projections - mean_squared).square().sum()
-        return {"squares": batch.squared_norms.sum(), "along": along, "mean_squared": batch.once(mean_squared)}
+        return {"squares": batch.squared_norms.sum(), "along": along, "mean_squared": batch.replicated(mean_squared)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Nu."""

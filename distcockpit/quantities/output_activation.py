@@ -107,7 +107,7 @@ class OutputActivation(Quantity):
         return {
             "whole": torch.stack(list(whole.values())) if layers else batch.vector([]).reshape(0, 4),
             "neurons": torch.cat(list(neurons.values())) if layers else batch.vector([]),
-            "widths": batch.once(lambda: batch.vector(list(widths.values()))),
+            "widths": batch.replicated(lambda: batch.vector(list(widths.values()))),
         }
 
     def finalize(self, totals: Totals, n: int) -> Row:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import Fact, LocalBatch, Model, Needs
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, ReplicatedValue
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -64,7 +64,7 @@ class OutputGradientGeometry(Quantity):
         layers, gradients = self._layers(batch.model.leaves), batch.output_gradients
         now = {path: list(gradients[path]) for path in layers}
         squares = batch.vector([_dot(now[path], now[path]) for path in layers])
-        sums: dict[str, Tensor | Fact] = {
+        sums: dict[str, Tensor | ReplicatedValue] = {
             "squares": squares,
             "elements": batch.vector([sum(g.numel() for g in now[path]) for path in layers]),
         }
@@ -76,7 +76,7 @@ class OutputGradientGeometry(Quantity):
                 "changed": batch.vector(changed),
                 "inner": batch.vector([_dot(a, b) for a, b in pairs]),
                 "squares_before": memory.get("squares", squares.new_zeros(len(layers))),
-                "previous_step": batch.once(memory.get("step", -1)),
+                "previous_step": batch.replicated(memory.get("step", -1)),
             }
             memory.update(gradients=now, squares=squares, step=batch.step)
         return sums

@@ -43,7 +43,7 @@ class ParameterCondition(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The matrices, which all ranks hold."""
         matrices = self._matrices(batch.model.shapes)
-        return {name: batch.once(batch.parameters[name].flatten(1)) for name in matrices}
+        return {name: batch.replicated(batch.parameters[name].flatten(1)) for name in matrices}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Their extreme singular values."""

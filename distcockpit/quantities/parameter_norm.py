@@ -38,8 +38,8 @@ class ParameterNorm(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Squares and sizes, which all ranks know."""
         return {
-            "squares": batch.once(lambda: batch.squared_norm(batch.parameters)),
-            "sizes": batch.once(lambda: batch.vector([p.numel() for p in batch.parameters.values()])),
+            "squares": batch.replicated(lambda: batch.squared_norm(batch.parameters)),
+            "sizes": batch.replicated(lambda: batch.vector([p.numel() for p in batch.parameters.values()])),
         }
 
     def finalize(self, totals: Totals, n: int) -> Row:

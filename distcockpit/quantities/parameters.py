@@ -33,7 +33,7 @@ class Parameters(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The values, which all ranks hold."""
-        return {_array(name): batch.once(batch.parameters[name]) for name in _stored(batch.model)}
+        return {_array(name): batch.replicated(batch.parameters[name]) for name in _stored(batch.model)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

@@ -45,7 +45,7 @@ class RankDisagreement(Quantity):
         inner, squares = kernels.inner_products(mine, mean).sum(), kernels.squared_norms(mine).sum()
         loss = float("nan") if batch.loss is None else batch.loss
         facts = batch.vector([batch.local_n, squares, inner, loss])
-        mean_squared = batch.once(lambda: batch.mean_squared.sum())
+        mean_squared = batch.replicated(lambda: batch.mean_squared.sum())
         return {"ranks": batch.slot(facts), "mean_squared": mean_squared}
 
     def finalize(self, totals: Totals, n: int) -> Row:

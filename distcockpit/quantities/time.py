@@ -32,7 +32,7 @@ class Time(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """Rank 0's clock and counters."""
         times = batch.times
-        return {"time": batch.once(batch.vector([times.elapsed, times.exchanges, times.exchanged_bytes]))}
+        return {"time": batch.replicated(batch.vector([times.elapsed, times.exchanges, times.exchanged_bytes]))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

@@ -18,7 +18,7 @@ KEY = "writer/zarr.json"
 
 
 @dataclass(frozen=True)
-class Writer:
+class LockHolder:
     """Who writes."""
 
     host: str  # with the name space of its processes: two containers may have one name
@@ -27,7 +27,7 @@ class Writer:
     token: str
 
     @classmethod
-    def this(cls) -> Writer:
+    def this(cls) -> LockHolder:
         """This process."""
         return cls(_host(), os.getpid(), _start_of(os.getpid()), uuid.uuid4().hex)
 
@@ -47,7 +47,7 @@ class Lock:
 
     def __init__(self, keys: Keys, stale_seconds: float) -> None:
         self._keys, self._stale_seconds = keys, stale_seconds
-        self.writer = Writer.this()
+        self.writer = LockHolder.this()
         self._renewed = 0.0
 
     def check(self, *, patient: bool) -> bool:
@@ -112,17 +112,17 @@ class Lock:
         if held is not None and held[0] == self.writer:
             self._keys.delete([KEY])
 
-    def _is_stale(self, who: Writer, when: float) -> bool:
+    def _is_stale(self, who: LockHolder, when: float) -> bool:
         return who.is_dead or time.time() - when > self._stale_seconds
 
-    def _held(self) -> tuple[Writer, float] | None:
+    def _held(self) -> tuple[LockHolder, float] | None:
         data = self._keys.get_one(KEY)
         if data is None:
             return None
         try:
             known: dict[str, Any] = dict(json.loads(data)["attributes"])
             when = float(known.pop("time"))
-            return Writer(**known), when
+            return LockHolder(**known), when
         except (ValueError, KeyError, TypeError):
             return None  # what cannot be read holds nobody
 

@@ -51,7 +51,7 @@ def save(session: Session) -> State:
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
     start = None if session.start is None else _start(session, session.start)
     mine = {"memory": local, "samples": start and start.pop("samples"), "riding": riding}
-    by_rank = world.gather(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
+    by_rank = world.gather_object(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
     if start is not None:
         start["samples"] = {rank: part["samples"] for rank, part in enumerate(by_rank) if part is not None}
     return {
@@ -84,7 +84,9 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
         problem = error
     world, device = session.setup.world, session.setup.device
     # An update that no quantity sees from both ends is known to rank 0 alone.
-    steps = world.share((None, None) if problem else (state["step"], (state["start"] or {}).get("norm") is not None))
+    steps = world.all_gather_object(
+        (None, None) if problem else (state["step"], (state["start"] or {}).get("norm") is not None)
+    )
     if problem is not None:
         raise problem
     for rank, told in enumerate(steps):

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.algorithms import JoinHook
 
 from distcockpit.capture.mixed import unmix
-from distcockpit.capture.parameter_gradients import Arrivals
+from distcockpit.capture.parameter_gradients import ParameterGradients
 from distcockpit.curvature.hutchinson import quadratic_forms
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.packed import pack
-from distcockpit.tracking.pooling import LocalCurvature, Pool, Present, Side
+from distcockpit.tracking.pooling import BatchTotals, LocalCurvature, ModelState, StepInputs
 from distcockpit.tracking.recorder import Stamp
 from distcockpit.tracking.sending import send
 from distcockpit.tracking.session import Session
@@ -101,34 +101,34 @@ def _take_part(session: Session) -> bool:
     if training[0]["kind"] != TRACK:  # the others are told that this rank cannot take part
         return True
     step = int(training[0]["step"])
-    told = share_present(session, records, None, None)
+    told = share_state(session, records, None, None)
     session.begin_tracking(step)
     session.last_step = step
-    start = session.finish_update(step, told.present.every)
+    start = session.finish_update(step, told.state.every)
     active = session.actives.touched(step)
     if not active:
         return True
-    tracked = {name: told.present.every[name] for name in setup.tracked}
-    update, start_stamp = session.ending_update(step, start, active, tracked, told.present.scale)
+    tracked = {name: told.state.every[name] for name in setup.tracked}
+    update, start_stamp = session.ending_update(step, start, active, tracked, told.state.scale)
     starting = session.actives.of(q.starts(step) for q in setup.quantities)
-    pool = Pool.of(records)
-    if pool.is_mixed:
-        unmix([], 1, pool.weight, world)
+    totals = BatchTotals.of(records)
+    if totals.is_mixed:
+        unmix([], 1, totals.weight, world)
     session.agree_on_sizes({q.name: {} for q in active.with_need("output_sizes")})
-    side = Side(
+    inputs = StepInputs(
         step,
-        pool,
+        totals,
         [],
-        Arrivals(tracked),
+        ParameterGradients(tracked),
         active,
         starting,
         update,
         no_curvature(session, active),
-        told.present,
-        told.present.every if session.keeps_values(starting) else None,
+        told.state,
+        told.state.every if session.keeps_values(starting) else None,
         lambda: session.clock.times_elsewhere(world.traffic()),
     )
-    send(session, side, Stamp(step, told.epoch, time.time(), side.pool.n), start_stamp, told.riding)
+    send(session, inputs, Stamp(step, told.epoch, time.time(), inputs.totals.n), start_stamp, told.riding)
     return True
 
 
@@ -136,18 +136,18 @@ def _take_part(session: Session) -> bool:
 class Told:
     """What ranks that have run out of data must hear of a step."""
 
-    present: Present
+    state: ModelState
     epoch: float | None
     riding: dict[str, Tensor]  # the user's scalars, with this rank's part
 
 
-def share_present(session: Session, records: Sequence[Record], present: Present | None, epoch: float | None) -> Told:
+def share_state(session: Session, records: Sequence[Record], state: ModelState | None, epoch: float | None) -> Told:
     """The first rank that still trains tells those that do not how the model is; all ranks call it after a header.
 
     Args:
         session: This rank's side of the run.
         records: The headers.
-        present: The model as it is; ``None`` on ranks that do not train.
+        state: The model as it is; ``None`` on ranks that do not train.
         epoch: Of the step.
     """
     setup, world = session.setup, session.setup.world
@@ -156,20 +156,20 @@ def share_present(session: Session, records: Sequence[Record], present: Present 
     if absent:
         source = next(rank for rank in range(world.size) if rank not in absent)
         facts = {"facts": torch.full((2 + setup.facts.n_parameter_groups,), UNKNOWN, dtype=torch.float64)}
-        if present is not None:
-            known = (UNKNOWN if value is None else value for value in (epoch, present.scale, *present.learning_rates))
+        if state is not None:
+            known = (UNKNOWN if value is None else value for value in (epoch, state.scale, *state.learning_rates))
             facts = {"facts": torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in known])}
-        every = {name: p.detach() for name, p in setup.every.items()} if present is None else present.every
+        every = {name: p.detach() for name, p in setup.every.items()} if state is None else state.every
         buffer = pack({**facts, **every}, setup.device)
-        world.tell(buffer, source)
-        if present is None:
+        world.broadcast(buffer, source)
+        if state is None:
             parts = buffer.split([value.numel() for value in (*facts.values(), *every.values())])
             heard = zip(every.items(), parts[1:], strict=True)
             values = {name: part.view(p.shape).to(p.dtype) for (name, p), part in heard}
             epoch, scale, *rates = (None if value != value else value for value in parts[0].tolist())
-            present = Present(values, [UNKNOWN if rate is None else rate for rate in rates], scale)
-    assert present is not None  # ranks that train know theirs
-    return Told(present, epoch, session.riding(records))
+            state = ModelState(values, [UNKNOWN if rate is None else rate for rate in rates], scale)
+    assert state is not None  # ranks that train know theirs
+    return Told(state, epoch, session.riding(records))
 
 
 def no_curvature(session: Session, active: Active) -> LocalCurvature:

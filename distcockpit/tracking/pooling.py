@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distcockpit.capture.captured import Captured
 from distcockpit.capture.interpretation import alike
-from distcockpit.capture.parameter_gradients import Arrivals
+from distcockpit.capture.parameter_gradients import ParameterGradients
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.curvature.hutchinson import TraceEstimate
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
@@ -46,7 +46,7 @@ class LocalCurvature:
 
 
 @dataclass(frozen=True)
-class Pool:
+class BatchTotals:
     """What the headers of all ranks say together."""
 
     n: int  # N
@@ -56,7 +56,7 @@ class Pool:
     is_sum: bool = False  # whether nothing divides the sum over samples, on any rank
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, float]]) -> Pool:
+    def of(cls, records: Sequence[Mapping[str, float]]) -> BatchTotals:
         """From the headers of all ranks."""
         present = [r for r in records if r["batch_size"]]
         is_sum = bool(present) and all(r["is_sum"] for r in present)
@@ -151,7 +151,7 @@ class Exchanges:
 
     def _waited_for(self, buffer: Tensor) -> Tensor:
         before = time.perf_counter()
-        total = self._setup.world.pool(buffer)
+        total = self._setup.world.all_reduce(buffer)
         self._clock.wait += time.perf_counter() - before
         return total
 
@@ -167,7 +167,7 @@ class Exchanges:
 
 
 @dataclass(frozen=True)
-class Present:
+class ModelState:
     """The model and the optimizer as they are at a step."""
 
     every: Mapping[str, Tensor]  # all parameters
@@ -175,24 +175,24 @@ class Present:
     scale: float | None  # of mixed precision
 
     @classmethod
-    def of(cls, setup: Setup) -> Present:
+    def of(cls, setup: Setup) -> ModelState:
         """Those of this rank."""
         return cls({name: p.detach() for name, p in setup.every.items()}, setup.learning_rates(), setup.loss_scale())
 
 
 @dataclass(frozen=True)
-class Side:
+class StepInputs:
     """One rank's side of a tracked step, when the headers of all are known."""
 
     step: int
-    pool: Pool
+    totals: BatchTotals
     captured: Sequence[Captured]  # the micro-batches
-    arrivals: Arrivals  # what autograd gave the tracked parameters
+    parameter_gradients: ParameterGradients  # what autograd gave the tracked parameters
     active: Active  # the quantities of this step
     starting: Active  # those of them with a row that begins here
     update: Update | None  # the update that ended here
     curvatures: LocalCurvature  # those of this rank's micro-batches
-    present: Present
+    state: ModelState
     start_values: Mapping[str, Tensor] | None  # copies of the parameters, for an update that begins here
     times: Callable[[], Times]
 
@@ -202,33 +202,33 @@ class Side:
         return self.starting.wants("update")
 
 
-def look(session: Session, side: Side) -> dict[str, LocalBatch]:
+def look(session: Session, inputs: StepInputs) -> dict[str, LocalBatch]:
     """What each of the active quantities sees, by name.
 
     Raises:
         Exception: What went wrong on this rank; no other rank is left waiting for it.
     """
-    exchanges = Exchanges(session, side.active)
+    exchanges = Exchanges(session, inputs.active)
     try:
-        return _look(session, side, exchanges)
+        return _look(session, inputs, exchanges)
     except Exception:
         exchanges.give_up()
         raise
 
 
-def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, LocalBatch]:
-    step, pool, captured, active, update = side.step, side.pool, side.captured, side.active, side.update
-    curvatures = side.curvatures
+def _look(session: Session, inputs: StepInputs, exchanges: Exchanges) -> dict[str, LocalBatch]:
+    step, totals, captured, active, update = inputs.step, inputs.totals, inputs.captured, inputs.active, inputs.update
+    curvatures = inputs.curvatures
     setup = session.setup
-    batches = [micro.scaled(pool.samples_per_weight, pool.n) for micro in captured]
-    every_parameter = side.present.every
+    batches = [micro.scaled(totals.samples_per_weight, totals.n) for micro in captured]
+    every_parameter = inputs.state.every
     parameters = {name: every_parameter[name] for name in setup.tracked}
-    weight = pool.weight or 1.0
+    weight = totals.weight or 1.0
     curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in curvatures.diagonals.items()}
     nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
     losses = torch.cat([
         nothing,
-        *(m.individual_losses(pool.samples_per_weight, pool.n, setup.device) for m in captured),
+        *(m.individual_losses(totals.samples_per_weight, totals.n, setup.device) for m in captured),
     ])
     wanted = {q.name: q.statistics(step, parameters, session.memory_of(q)) for q in active}
 
@@ -240,24 +240,24 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     statistics += [statistic for each in wanted.values() for statistic in each.values()]
 
     names, blocks = list(parameters), setup.block_elements
-    summed = _summed(session, side, exchanges, batches, statistics, norms)
+    summed = _summed(session, inputs, exchanges, batches, statistics, norms)
     own = summed.part
     vectors: dict[object, Sequence[Tensor]] = {kind: list(hs.values()) for kind, hs in curvature.items()}
     vectors |= {MEAN: list(own.values())}
     vectors |= {} if summed.squares is None else {SQUARES: [summed.squares]}
-    vectors |= {AVERAGED: list(side.arrivals.times(1).values())} if AVERAGED in exchanges.kinds else {}
+    vectors |= {AVERAGED: list(inputs.parameter_gradients.times(1).values())} if AVERAGED in exchanges.kinds else {}
     if ROUNDING in exchanges.kinds and norms is not None:
         vectors |= {ROUNDING: [summed.rounded.pooled(name, norms) for name in names]}
     pooled = exchanges.pool(vectors)
     mean = ByParameter.of(pooled[MEAN], parameters) if MEAN in pooled else own
     mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
     if ROUNDING in pooled and norms is not None:
-        again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, pool.n)
+        again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, totals.n)
         if again:
-            _sum_exactly(again, batches, side, exchanges, blocks, norms, own, mean)
+            _sum_exactly(again, batches, inputs, exchanges, blocks, norms, own, mean)
             mean_squared = kernels.squared_norms(list(mean.values()))
     onto = Projection(mean, len(losses), in_double=True) if active.wants("projections") else None
-    once_more = setup.memory_budget if side.keeps else 0
+    once_more = setup.memory_budget if inputs.keeps else 0
     walk(batches, every_parameter, names, [*summed.left, *([] if onto is None else [onto])], blocks, once_more)
     rank, size, n_parameters = setup.world.rank, setup.world.size, setup.facts.n_parameters
     mine = slice(n_parameters * rank // size, n_parameters * (rank + 1) // size)
@@ -266,11 +266,11 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
     batch = LocalBatch(
         model=setup.facts,
         step=step,
-        n=pool.n,
+        n=totals.n,
         local_n=len(losses),
         rank=rank,
         world_size=size,
-        loss=_sum_of_known([micro.total_loss(pool.samples_per_weight, pool.n) for micro in captured], setup.device),
+        loss=_sum_of_known([micro.total_loss(totals.samples_per_weight, totals.n) for micro in captured], setup.device),
         losses=losses,
         losses_known=all(micro.tells_losses for micro in captured),
         has_gradients=all(micro.has_gradients for micro in captured),
@@ -294,11 +294,11 @@ def _look(session: Session, side: Side, exchanges: Exchanges) -> dict[str, Local
         backward=_backward(batches, setup.facts.layers),
         curvature=curvature,
         traces={kind: forms / weight for kind, forms in curvatures.traces.items()},
-        eigenvalues=_eigenvalues(setup, pool, captured, exchanges),
+        eigenvalues=_eigenvalues(setup, totals, captured, exchanges),
         update=None,
-        learning_rates=side.present.learning_rates,
-        averaged=_averaged(side, parameters, pooled[AVERAGED] / size) if AVERAGED in pooled else None,
-        times=side.times(),
+        learning_rates=inputs.state.learning_rates,
+        averaged=_averaged(inputs, parameters, pooled[AVERAGED] / size) if AVERAGED in pooled else None,
+        times=inputs.times(),
     )
     return {
         q.name: batch.for_quantity(
@@ -324,7 +324,7 @@ class _Summed:
 
 def _summed(
     session: Session,
-    side: Side,
+    inputs: StepInputs,
     exchanges: Exchanges,
     batches: Sequence[MicroBatch],
     statistics: Sequence[Statistic],
@@ -333,14 +333,14 @@ def _summed(
     """This rank's part of G, from autograd where its rounding may do; else in float64, in one walk with all others."""
     setup, active, parameters = (
         session.setup,
-        side.active,
-        {name: side.present.every[name] for name in session.setup.tracked},
+        inputs.active,
+        {name: inputs.state.every[name] for name in session.setup.tracked},
     )
     told, rounded = None, RoundedNorms({}, {})
     if active.takes_autograds_sums and not setup.batch_statistics_are_constants:
         factors = sums_over_sequences(batches, list(parameters)) if active.subtracts_squares else {}
         if factors or not active.subtracts_squares:
-            told = told_by_autograd(side.captured, side.arrivals, side.pool)
+            told = told_by_autograd(inputs.captured, inputs.parameter_gradients, inputs.totals)
         if told is not None:
             rounded = RoundedNorms(parameters, factors)
     if told is not None and not active.subtracts_squares:
@@ -348,15 +348,15 @@ def _summed(
     exact = {name: p for name, p in parameters.items() if name not in rounded.values}
     powers = PowerSums(exact) if SQUARES in exchanges.kinds else None
     adding = powers or (GradientSum(exact) if MEAN in exchanges.kinds else None)
-    once_more = setup.memory_budget if side.keeps or active.wants("projections") else 0
+    once_more = setup.memory_budget if inputs.keeps or active.wants("projections") else 0
     all_exact = [*statistics, *([] if adding is None else [adding])]
-    once_more = walk(batches, side.present.every, list(exact), all_exact, setup.block_elements, once_more)
+    once_more = walk(batches, inputs.state.every, list(exact), all_exact, setup.block_elements, once_more)
     if norms is not None and rounded.values:
         those = [rounded if statistic is norms else statistic for statistic in statistics]
-        walk(batches, side.present.every, list(rounded.values), those, setup.block_elements, once_more)
+        walk(batches, inputs.state.every, list(rounded.values), those, setup.block_elements, once_more)
         norms.replace(rounded)
     if adding is not None:
-        adding.flat.div_(side.pool.n)
+        adding.flat.div_(inputs.totals.n)
     part = ByParameter({}) if adding is None else ByParameter.of(adding.flat, exact)
     if told is not None:
         part = ByParameter({name: part[name] if name in part else told[name] for name in told})
@@ -366,7 +366,7 @@ def _summed(
 def _sum_exactly(
     names: Sequence[str],
     batches: Sequence[MicroBatch],
-    side: Side,
+    inputs: StepInputs,
     exchanges: Exchanges,
     block_elements: int,
     norms: SquaredNorms,
@@ -374,17 +374,19 @@ def _sum_exactly(
     mean: ByParameter,
 ) -> None:
     """Put sums in float64, over the very gradients that are squared, in the place of rounded ones."""
-    parameters = {name: side.present.every[name] for name in names}
+    parameters = {name: inputs.state.every[name] for name in names}
     exchanges.expect_more(sum(p.numel() for p in parameters.values()))
     again, adding = SquaredNorms(parameters), GradientSum(parameters)
-    walk(batches, side.present.every, names, [again, adding], block_elements)
+    walk(batches, inputs.state.every, names, [again, adding], block_elements)
     norms.replace(again)
-    pooled = ByParameter.of(exchanges.pool_more(adding.flat.div_(side.pool.n)), parameters)
+    pooled = ByParameter.of(exchanges.pool_more(adding.flat.div_(inputs.totals.n)), parameters)
     own.replace(adding.sums)
     mean.replace(pooled)
 
 
-def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Pool) -> dict[str, Tensor] | None:
+def told_by_autograd(
+    captured: Sequence[Captured], parameter_gradients: ParameterGradients, totals: BatchTotals
+) -> dict[str, Tensor] | None:
     """This rank's part of G, from what arrived at the parameters, by name, in the precision of autograd.
 
     ``None`` where it is not that: if several micro-batches came together, each with a scale of its own, and if
@@ -392,30 +394,30 @@ def told_by_autograd(captured: Sequence[Captured], arrivals: Arrivals, pool: Poo
     """
     present = [micro for micro in captured if micro.batch_size]
     if not present:
-        return arrivals.times(0)
+        return parameter_gradients.times(0)
     if (
         len(present) > 1
-        or pool.is_mixed
-        or arrivals.is_rounded
+        or totals.is_mixed
+        or parameter_gradients.is_rounded
         or present[0].beside.gradients
         or any(use.autocast is not None for use in present[0].uses)
     ):
         return None
-    factor = present[0].scale.unscale * pool.samples_per_weight / pool.n
-    return arrivals.times(factor if present[0].weight else 0)
+    factor = present[0].scale.unscale * totals.samples_per_weight / totals.n
+    return parameter_gradients.times(factor if present[0].weight else 0)
 
 
-def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
+def _averaged(inputs: StepInputs, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
     """What the step left in ``.grad``, beside the plain average.
 
     Args:
-        side: This rank's side of the step.
+        inputs: This rank's side of the step.
         parameters: The tracked parameters.
         plain: The mean over ranks of what arrived.
     """
-    held = [side.arrivals.added(name).reshape(-1) for name in side.arrivals.left]
+    held = [inputs.parameter_gradients.added(name).reshape(-1) for name in inputs.parameter_gradients.left]
     nothing = torch.zeros((), dtype=torch.float64, device=plain.device)
-    own = [micro for micro in side.captured if micro.weight]
+    own = [micro for micro in inputs.captured if micro.weight]
     parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=plain.device).double() for micro in own]
     factor = torch.stack([nothing, *parts]).sum()
     flat = torch.cat(held) if held else torch.zeros_like(plain)
@@ -423,12 +425,12 @@ def _averaged(side: Side, parameters: Mapping[str, Tensor], plain: Tensor) -> Av
 
 
 def _eigenvalues(
-    setup: Setup, pool: Pool, captured: Sequence[Captured], exchanges: Exchanges
+    setup: Setup, totals: BatchTotals, captured: Sequence[Captured], exchanges: Exchanges
 ) -> dict[LargestEigenvalue, Eigenvalue]:
     result = {}
     for kind in exchanges.eigenvalues:
         result[kind] = largest_eigenvalue(
-            kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, pool.weight, exchanges.confirm
+            kind, setup.world, setup.bare, setup.loss_fn, setup.tracked, captured, totals.weight, exchanges.confirm
         )
     return result
 

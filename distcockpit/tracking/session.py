@@ -159,7 +159,7 @@ class Session:
         new = {quantity: dict(seen) for quantity, seen in sizes.items() if quantity not in self.sizes}
         if not new:
             return
-        for told in self.setup.world.share(new):
+        for told in self.setup.world.all_gather_object(new):
             for quantity, seen in told.items():
                 agreed = self.sizes.setdefault(quantity, {})
                 for name, size in seen.items():
@@ -450,7 +450,7 @@ class Session:
             raise RuntimeError("close() was called inside `with Join(...)`, while ranks had run out of data.")
         if len({record["riding"] for record in records}) == 1:
             return self.userlog.take_riding(dict.fromkeys(mine, world.size), device)
-        told = world.share((mine, self.joins))
+        told = world.all_gather_object((mine, self.joins))
         if not any(joins for _, joins in told):
             rank = next(rank for rank, (names, _) in enumerate(told) if names != told[0][0])
             raise RuntimeError(
@@ -511,7 +511,7 @@ class Session:
         records = world.header(record_of(CLOSE, self.last_step, riding=self.userlog.riding_digest))
         sums = {f"log/{name}": value for name, value in self.riding(records).items()}
         nothing = Pending(pack({}, device))
-        self.send(Result(0, [], Layout.of(sums), world.sum(pack(sums, device)), Layout.of({}), nothing))
+        self.send(Result(0, [], Layout.of(sums), world.all_reduce_async(pack(sums, device)), Layout.of({}), nothing))
 
 
 _open: dict[int, Session] = {}

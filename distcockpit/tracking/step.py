@@ -12,21 +12,21 @@ from typing import Self
 from torch import Tensor
 
 from distcockpit.capture.capture import Capture, undisturbed
-from distcockpit.capture.captured import Captured, Loss, check_uses
+from distcockpit.capture.captured import Captured, KnownLoss, check_uses
 from distcockpit.capture.eager import eagerly
 from distcockpit.capture.interpretation import Interpretation
 from distcockpit.capture.layers import problem_of_batchnorm, training
 from distcockpit.capture.mixed import unmix
 from distcockpit.capture.objective import Objective
-from distcockpit.capture.second_pass import differentiated_again, mixed_up_rows
+from distcockpit.capture.second_pass import mixed_up_rows, second_pass
 from distcockpit.capture.selfcheck import check_outputs_tell_all, examine, norm_of
 from distcockpit.curvature.hutchinson import quadratic_forms
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.agreed import Setup
-from distcockpit.tracking.join import Told, no_curvature, share_present
-from distcockpit.tracking.pooling import LocalCurvature, Pool, Present, Side, observed
+from distcockpit.tracking.join import Told, no_curvature, share_state
+from distcockpit.tracking.pooling import BatchTotals, LocalCurvature, ModelState, StepInputs, observed
 from distcockpit.tracking.recorder import Stamp
 from distcockpit.tracking.sending import send
 from distcockpit.tracking.session import Session
@@ -161,7 +161,7 @@ class TrackedStep:
         self._capture = Capture(
             setup.bare,
             [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
-            Loss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
+            KnownLoss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
             session.axes,
             thorough=session.check.is_thorough,
             output_gradients=gradients,
@@ -214,7 +214,7 @@ class TrackedStep:
             raise _NotTracked from error
         update, start_stamp = self._ending
         try:
-            pool, told = self._exchange(
+            totals, told = self._exchange(
                 sum(c.batch_size for c in captured),
                 weight=sum(c.weight for c in captured),
                 of_sum=sum(c.scale.of_sum for c in captured),
@@ -225,23 +225,23 @@ class TrackedStep:
             )
         except RankFailed as error:
             raise _NotTracked from error
-        self._compare(pool, found, capture.objective)
+        self._compare(totals, found, capture.objective)
         session.agree_on_sizes(sizes)
-        side = Side(
+        inputs = StepInputs(
             self._step,
-            pool,
+            totals,
             captured,
-            capture.arrivals,
+            capture.parameter_gradients,
             self._active,
             self._starting,
             update,
             curvatures,
-            told.present,
+            told.state,
             self._values,
             lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
         )
         try:
-            send(session, side, Stamp(self._step, self._epoch, time.time(), pool.n), start_stamp, told.riding)
+            send(session, inputs, Stamp(self._step, self._epoch, time.time(), totals.n), start_stamp, told.riding)
         except RankFailed as error:
             raise _NotTracked from error.__cause__ or error
         except BaseException:
@@ -250,11 +250,11 @@ class TrackedStep:
             raise
         session.settled = True
 
-    def _compare(self, pool: Pool, found: Interpretation, objective: Objective) -> None:
+    def _compare(self, totals: BatchTotals, found: Interpretation, objective: Objective) -> None:
         """Whether all ranks differentiate the same combination of losses."""
         captured = found.captured
-        objective.settle(is_mixed=pool.is_mixed)
-        if pool.is_sum:
+        objective.settle(is_mixed=totals.is_mixed)
+        if totals.is_sum:
             for micro in captured:
                 micro.as_sum()
             self._session.say_once(
@@ -262,7 +262,7 @@ class TrackedStep:
                 f"step {self._step}: the loss is a sum over samples that nothing divides: what is stored is that of "
                 "their mean, whatever the number of samples and ranks.",
             )
-        if pool.is_mixed and not unmix(captured, found.times, pool.weight, self._setup.world):
+        if totals.is_mixed and not unmix(captured, found.times, totals.weight, self._setup.world):
             for micro in captured:
                 micro.without_gradients(self._setup.tracked)
             self._session.say_once(
@@ -271,14 +271,14 @@ class TrackedStep:
                 "different ways, such as tokens and samples, and their gradients cannot be had one by one: what "
                 "follows from individual gradients is NaN.",
             )
-        if pool.owns:
+        if totals.owns:
             self._session.say_once(
                 "owns",
-                f"step {self._step}: ranks multiply their mean losses by different numbers, {pool.owns}; what is "
+                f"step {self._step}: ranks multiply their mean losses by different numbers, {totals.owns}; what is "
                 "stored is one mean over all samples, times one number.",
             )
 
-    def _exchange(self, batch_size: int, **numbers: float) -> tuple[Pool, Told]:
+    def _exchange(self, batch_size: int, **numbers: float) -> tuple[BatchTotals, Told]:
         """The header, and what ranks that have run out of data must hear."""
         session, world = self._session, self._setup.world
         layout = digest([q.name for q in self._active], self._ending[0] is not None)
@@ -294,7 +294,7 @@ class TrackedStep:
         before = time.perf_counter()
         records = world.header(record)
         session.clock.wait += time.perf_counter() - before
-        return Pool.of(records), share_present(session, records, Present.of(self._setup), self._epoch)
+        return BatchTotals.of(records), share_state(session, records, ModelState.of(self._setup), self._epoch)
 
     def _captured(self, capture: Capture) -> Interpretation:
         setup = self._setup
@@ -329,7 +329,7 @@ class TrackedStep:
                 micro.without_gradients(setup.tracked, has_losses=True)
             return found
         self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
-        seen = capture.arrivals.gradients
+        seen = capture.parameter_gradients.gradients
         if self._session.check.is_thorough:
             seen = {name: gradient.double() for name, gradient in seen.items()}
         if captured and captured[0].beside.gradients:
@@ -418,7 +418,7 @@ class TrackedStep:
         total: dict[str, Tensor] = {}
         result = []
         for micro in captured:
-            again, seen = differentiated_again(
+            again, seen = second_pass(
                 micro, setup.bare, session.cover.layers, session.axes, setup.tracked, constant_statistics=constant
             )
             for name, gradient in seen.items():
