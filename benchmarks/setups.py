@@ -210,7 +210,7 @@ class CockpitLoop(Loop):
 
 
 def has_cockpit() -> bool:
-    """Whether Cockpit is installed."""
+    """True if Cockpit is installed."""
     try:
         import cockpit  # noqa: F401, PLC0415
     except ImportError:

@@ -33,7 +33,7 @@ class Every:
             raise ValueError(f"every(offset={self.offset!r}): offset must be an integer of at least 0.")
 
     def __call__(self, step: int) -> bool:
-        """Whether ``step`` is tracked."""
+        """True if ``step`` is tracked."""
         return step >= self.offset and (step - self.offset) % self.n == 0
 
 
@@ -44,7 +44,7 @@ class AtSteps:
     steps: frozenset[int]
 
     def __call__(self, step: int) -> bool:
-        """Whether ``step`` is tracked."""
+        """True if ``step`` is tracked."""
         return step in self.steps
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class AnyOf:
         return " or ".join(map(in_words, self.schedules))
 
     def __call__(self, step: int) -> bool:
-        """Whether ``step`` is tracked."""
+        """True if ``step`` is tracked."""
         return any(schedule(step) for schedule in self.schedules)
 
 

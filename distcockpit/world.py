@@ -92,7 +92,7 @@ class Pending:
         return self._buffer.numpy()
 
     def done(self) -> bool:
-        """Whether ``result`` would return at once."""
+        """True if ``result`` would return at once."""
         if self._ready is not None:
             return bool(self._ready.query())
         return self._work is None or bool(self._work.is_completed())

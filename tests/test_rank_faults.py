@@ -48,7 +48,7 @@ class Worker:
         assert text in self.text
 
     def waits(self) -> bool:
-        """Whether the main thread sleeps, and has been asleep for two seconds: it is in an exchange."""
+        """True if the main thread sleeps, and has been asleep for two seconds: it is in an exchange."""
         stat = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
         seen = set()
         for _ in range(40):

@@ -137,8 +137,8 @@ PUBLIC = {
     "distcockpit.quantities": "CABS Alpha CompressionError Distance EarlyStopping Field GradAbsMax GradHist1d "
     "GradHist2d GradNorm GradientActivation GradientGeometry GradientNoiseScale Group HessMaxEV HessTrace InnerTest "
     "LearningRate LocalBatch Loss MeanGSNR Model Needs NormTest OrthoTest OutputActivation OutputGradientGeometry "
-    "OutputNorm ParamAbsMax ParameterCondition ParameterNorm Parameters Quantity RankDisagreement RankHealth ReplicaDrift "
-    "Shard Statistic TICDiag TICTrace Time Update UpdateGeometry UpdateSize",
+    "OutputNorm ParamAbsMax ParameterCondition ParameterNorm Parameters Quantity RankDisagreement RankHealth "
+    "ReplicaDrift Shard Statistic TICDiag TICTrace Time Update UpdateGeometry UpdateSize",
     "distcockpit.presets": "economy business full layers",
     "distcockpit.schedules": "every logspaced",
     "distcockpit.run": "open_run verify line_aggregation range_aggregation exponential_smoothing noise_scale "

@@ -34,7 +34,7 @@ class BackwardPasses:
         self._reached[run].append(what)
 
     def check_layers(self) -> None:
-        """Whether runs through the same losses went through the same layers.
+        """Check whether runs through the same losses went through the same layers.
 
         Raises:
             RuntimeError: If not.
@@ -51,7 +51,7 @@ class BackwardPasses:
                 )
 
     def check_kept(self) -> None:
-        """Whether gradients were thrown away; who differentiates by `torch.autograd.grad` never has any.
+        """Check whether gradients were thrown away; who differentiates by `torch.autograd.grad` never has any.
 
         Raises:
             RuntimeError: If so.

@@ -259,7 +259,7 @@ class BatchAxes:
         self._known[key] = known
 
     def is_known(self, path: str, call: int) -> bool:
-        """Whether the axes of this output are known, or the best that can be had."""
+        """True if the axes of this output are known, or the best that can be had."""
         return self.failed or self.is_settled or call < len(self._known.get(path, []))
 
     def _guess(self, shape: torch.Size, batch_size: int) -> int | None:
@@ -283,7 +283,7 @@ def _outputs_that_grew(forward: ForwardPass, more: Sequence[Seen]) -> tuple[int,
 
 
 def _anything_grew(usual: Mapping[str, list[Seen]], more: Mapping[str, list[Seen]]) -> bool:
-    """Whether any output of the model, or of a module in it, has other shapes than usual."""
+    """True if any output of the model, or of a module in it, has other shapes than usual."""
     pairs = (pair for key in usual.keys() & more.keys() for pair in zip(usual[key], more[key], strict=False))
     return any(before.outputs != after.outputs for before, after in pairs)
 

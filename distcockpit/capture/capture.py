@@ -240,7 +240,7 @@ class Capture:
 
     @property
     def _looks_away(self) -> bool:
-        """Whether this is not the step's own: a run of ours, another thread that evaluates the model meanwhile.
+        """True if this is not the step's own: a run of ours, another thread that evaluates the model meanwhile.
 
         Inside `torch.func.vmap` or `grad` tensors are none that could be kept.
         """

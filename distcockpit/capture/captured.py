@@ -50,7 +50,7 @@ class ForwardPass:
 
     @property
     def went_backward(self) -> bool:
-        """Whether any output gradient arrived."""
+        """True if any output gradient arrived."""
         return bool(self.output_gradients) or any(use.output_gradients for use in self.uses)
 
 
@@ -85,7 +85,7 @@ class LossCall:
 
     @property
     def recorded(self) -> bool:
-        """Whether the user told these losses."""
+        """True if the user told these losses."""
         return self.said is not None
 
 
@@ -137,7 +137,7 @@ class Captured:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether its samples have gradients of their own; where they have none, these are NaN."""
+        """True if its samples have gradients of their own; where they have none, these are NaN."""
         return not self._unknown
 
     def without_gradients(self, parameters: Mapping[str, Tensor], *, has_losses: bool = False) -> None:
@@ -164,7 +164,7 @@ class Captured:
 
     @property
     def is_broken(self) -> bool:
-        """Whether its loss is not finite; waits for the device."""
+        """True if its loss is not finite; waits for the device."""
         values: list[Any] = [call.value for call in self.losses] or [self.scale.total]
         return any(value is not None and not math.isfinite(float(value.sum())) for value in values)
 
@@ -185,7 +185,7 @@ class Captured:
 
     @property
     def tells_losses(self) -> bool:
-        """Whether individual losses are known; without weight they are zero."""
+        """True if individual losses are known; without weight they are zero."""
         return self.scale.individual is not None or not self.weight
 
     def total_loss(self, samples_per_weight: float, n: int) -> Tensor | float | None:
@@ -252,7 +252,7 @@ class KnownLoss:
     Args:
         module: The loss module, or ``None``.
         weight: The user's word on w.
-        factor: The scale of mixed precision, where it is told.
+        factor: The scale of mixed precision, where it is known.
         function: What stands for the module, if the user gave a function.
     """
 
@@ -284,7 +284,7 @@ def received(forward: ForwardPass) -> list[Use]:
 
 
 def check_uses(captured: Sequence[Captured]) -> None:
-    """Whether the layers left what their individual gradients follow from.
+    """Check whether the layers left what their individual gradients follow from.
 
     Raises:
         ValueError: If the output of one has no batch axis.

@@ -80,7 +80,7 @@ class Cover:
         return replace(layer, parameters={own.get(full, local[full]): full for full in served})
 
     def is_slow(self, parameter: str) -> bool:
-        """Whether a module with tracked modules below it is run again for this parameter."""
+        """True if a module with tracked modules below it is run again for this parameter."""
         return any(path not in {CALLS, *self._leaves} for path in self.scopes[parameter])
 
     @property
@@ -97,7 +97,7 @@ class Cover:
         return self.reasons[parameter]
 
     def check(self, slow_routes: bool) -> None:
-        """Whether the routes are allowed.
+        """Check whether the routes are allowed.
 
         Raises:
             ValueError: If there is a slow one, and they are not.

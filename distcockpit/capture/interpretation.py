@@ -153,7 +153,7 @@ def interpret(
 
 
 def _compare(result: Interpretation, loss: KnownLoss, scale: float) -> None:
-    """Whether what the user says of the loss is what was seen."""
+    """Check whether what the user says of the loss is what was seen."""
     for captured in result.captured:
         if captured.scale.total is None or len(captured.losses) != 1 or not captured.scale.unscale:
             continue
@@ -368,7 +368,7 @@ def _mix(coefficients: Sequence[float]) -> float:
 
 
 def alike(numbers: Sequence[float]) -> bool:
-    """Whether these are one number but for rounding; what is NaN is so on its own."""
+    """True if these are one number but for rounding; what is NaN is so on its own."""
     known = [each for each in numbers if not math.isnan(each)]
     return all(math.isclose(each, known[0], rel_tol=1e-3) for each in known)
 

@@ -21,7 +21,7 @@ ACTIVATIONS = tuple(
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether a module uses the parameters below it without calling their modules: one layer, whatever is inside."""
+    """True if a module uses the parameters below it without calling their modules: one layer, whatever is inside."""
     return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
 
 

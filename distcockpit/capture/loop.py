@@ -59,8 +59,8 @@ class LoopWatch(Mode):
     keep the mode with an exchange, and wait for the interpreter where the program ends.
 
     Args:
-        on_call: Told of each call.
-        on_backward: Told of each that differentiates, before it does; what it returns is on meanwhile.
+        on_call: Called for each call.
+        on_backward: Called before each call that differentiates; the context that it returns is entered meanwhile.
     """
 
     def __init__(self, on_call: OnCall, on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> None:
@@ -76,7 +76,7 @@ class LoopWatch(Mode):
                 self._of_samples[tensor] = True
 
     def is_of_samples(self, given: Iterable[Tensor], batch_size: int) -> bool:
-        """Whether some of these, as long as the batch, follow from what the model returned."""
+        """True if some of these, as long as the batch, follow from what the model returned."""
         return any(batch_size in tensor.shape and tensor in self._of_samples for tensor in given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

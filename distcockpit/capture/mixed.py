@@ -82,7 +82,7 @@ def unmix(captured: Sequence[Captured], times: int, weight: float, world: World)
 
 
 def _is_known(micro: Captured) -> bool:
-    """Whether the gradients of all parts are known one by one, at all calls."""
+    """True if the gradients of all parts are known one by one, at all calls."""
     terms: Sequence[Terms] = micro.terms
     if not terms or any(t.part is None or t.individual is None or not math.isfinite(1 / t.coefficient) for t in terms):
         return False

@@ -171,7 +171,7 @@ class Objective:
 
     @property
     def has_constants(self) -> bool:
-        """Whether the objective is more than its terms, as an earlier step found it."""
+        """True if the objective is more than its terms, as an earlier step found it."""
         return self._axes.get(("constants",)) is not None
 
     @has_constants.setter
@@ -180,7 +180,7 @@ class Objective:
 
     @property
     def may_split(self) -> bool:
-        """Whether the gradients of the parts of a loss are wanted one by one; not known before the first step ends."""
+        """True if the gradients of the parts of a loss are wanted one by one; not known before the first step ends."""
         return self._axes.get(("mixed",)) != 0
 
     def settle(self, *, is_mixed: bool) -> None:
@@ -188,7 +188,7 @@ class Objective:
         self._axes["mixed",] = int(is_mixed or self._axes.get(("mixed",)) == 1)
 
     def splits(self, root: Root) -> bool:
-        """Whether the gradients of its parts are wanted one by one, and can be had."""
+        """True if the gradients of its parts are wanted one by one, and can be had."""
         if not self.may_split or len(root.parts) < 2 or root.coupled or root.has_learned_weights:
             return False
         can = all(part.edge is not None and part.is_seen and part.reduction.adds for part in root.parts)
@@ -393,7 +393,7 @@ class Objective:
                 return
 
     def _depends(self, node: Any) -> bool:
-        """Whether a node depends on samples."""
+        """True if a node depends on samples."""
         if node.name() == "torch::autograd::AccumulateGrad":
             return False
         known = self._of_samples
@@ -430,12 +430,12 @@ class Objective:
 
 
 def _are_losses(terms: Tensor) -> bool:
-    """Whether these are the losses of batches, or one of them, and no terms."""
+    """True if these are the losses of batches, or one of them, and no terms."""
     return terms.numel() == 1 or _stacks(terms)
 
 
 def _stacks(terms: Tensor) -> bool:
-    """Whether they are the losses of a batch, stacked."""
+    """True if they are the losses of a batch, stacked."""
     node: Any = terms.grad_fn
     stacks = node is not None and node.name() in ("StackBackward0", "CatBackward0")
     return stacks and all(_is_number(upstream, k) for upstream, k in node.next_functions if upstream is not None)
@@ -455,6 +455,6 @@ def _picked(receive: Callable[[Tensor], None], position: int) -> Callable[[Seque
 
 
 def _is_number(node: Any, position: int) -> bool:
-    """Whether what a node gives has one element."""
+    """True if what a node gives has one element."""
     metadata = node._input_metadata
     return position < len(metadata) and math.prod(metadata[position].shape) == 1

@@ -29,7 +29,7 @@ def owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
+    """True if the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
         if stride != expected:

@@ -1,4 +1,4 @@
-"""Copies of what the user owns and may overwrite: a static buffer, what a prefetcher fills again."""
+"""Input copies: the loop may overwrite what it passed to the model, such as a static buffer or a prefetcher's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OwnCopies:
 
     @property
     def were_written(self) -> bool:
-        """Whether the given tensors are not any more what they were when they were copied."""
+        """True if the given tensors are not any more what they were when they were copied."""
         return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == memory_of(t))
 
 

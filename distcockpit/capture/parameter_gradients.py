@@ -70,7 +70,7 @@ class ParameterGradients:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether autograd computes these gradients in less than the precision of float32."""
+        """True if autograd computes these gradients in less than the precision of float32."""
         if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
             return True
         device = next(iter(self._parameters.values())).device.type

@@ -67,20 +67,20 @@ MEANS = (torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
 
 
 def adds_up(args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether a call gave less than it was given, of what is differentiated."""
+    """True if a call gave less than it was given, of what is differentiated."""
     made = [t for t in tensors(result) if t.grad_fn is not None and not t.is_nested]
     given = [t for t in tensors((args, kwargs)) if t.requires_grad and not t.is_nested]
     return bool(made) and any(_is_less(made, t) for t in given)
 
 
 def _is_less(made: Sequence[Tensor], given: Tensor) -> bool:
-    """Whether the smallest of these has fewer elements, or, of a single one, no axes any more."""
+    """True if the smallest of these has fewer elements, or, of a single one, no axes any more."""
     least = min(made, key=Tensor.numel)
     return given.numel() > least.numel() or (given.dim() > 0 and not least.dim())
 
 
 def drops_batch(args: Any, kwargs: Any, result: Any, n: int) -> bool:
-    """Whether a call inside of the model, with n samples, gave something without a batch axis of what may have one."""
+    """True if a call inside of the model, with n samples, gave something without a batch axis of what may have one."""
     made = [t for t in tensors(result) if t.is_floating_point() and not t.is_nested]
     if not made or any(n in t.shape for t in made):
         return False

@@ -155,7 +155,7 @@ def _candidates(shape: torch.Size, n: int) -> Iterator[Axis]:
 
 
 def fits(terms: Tensor, axis: Axis, forward: ForwardPass) -> bool:
-    """Whether the terms may have the batch of a pass there."""
+    """True if the terms may have the batch of a pass there."""
     return _fits(terms.shape, axis, forward.batch_size)
 
 
@@ -166,7 +166,7 @@ def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:
 
 
 def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]]) -> bool:
-    """Whether the terms of some samples leave the outputs of the others alone."""
+    """True if the terms of some samples leave the outputs of the others alone."""
     n = outputs[0][0].batch_size
     for loud in parts_of(n):
         weights = to_front(torch.zeros_like(terms), axis).clone()
@@ -186,7 +186,7 @@ def parts_of(n: int) -> list[Tensor]:
 
 
 def reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """Whether the rows that should be zero are not, by more than rounding."""
+    """True if the rows that should be zero are not, by more than rounding."""
     silent = silent.to(gradient.device)
     quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
     return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))

@@ -159,7 +159,7 @@ def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
 
 
 def _reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """Whether the rows that should be zero are not, by more than rounding."""
+    """True if the rows that should be zero are not, by more than rounding."""
     silent = silent.to(gradient.device)
     quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
     return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))

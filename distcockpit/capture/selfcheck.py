@@ -35,7 +35,7 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 def check_outputs_tell_all(
     captured: Sequence[Captured], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
 ) -> None:
-    """Whether running the step again from the gradients at the model's outputs gives the parameters theirs.
+    """Check whether running the step again from the gradients at the model's outputs gives the parameters theirs.
 
     Args:
         captured: The micro-batches.
@@ -101,7 +101,7 @@ class SelfCheck:
 
     @property
     def is_thorough(self) -> bool:
-        """Whether this step checks everything."""
+        """True if this step checks everything."""
         return self._count & (self._count - 1) == 0
 
     def due(self, captured: Sequence[Captured]) -> list[str]:
@@ -142,7 +142,7 @@ class SelfCheck:
         self.unchecked |= set(names)
 
     def was_all_right(self, names: Iterable[str]) -> bool:
-        """Whether some of these passed at an earlier step, so that the run has gone on with them."""
+        """True if some of these passed at an earlier step, so that the run has gone on with them."""
         return not self._served.isdisjoint(names)
 
     def give_up(self, names: Iterable[str], step: int) -> None:
@@ -170,7 +170,7 @@ def examine(
     whole: float,
     block_elements: int,
 ) -> Examination:
-    """Whether individual gradients can be told apart, and add up to the gradients that autograd gave the parameters.
+    """Check that individual gradients can be told apart, and add up to what autograd gave the parameters.
 
     Args:
         captured: The micro-batches, not scaled yet.

@@ -20,5 +20,5 @@ def wrappers(module: nn.Module) -> list[nn.Module]:
 
 
 def has_children(module: nn.Module) -> bool:
-    """Whether there are modules below it. Their truth value is their length, which some do not have."""
+    """True if there are modules below it. Their truth value is their length, which some do not have."""
     return next(module.children(), None) is not None

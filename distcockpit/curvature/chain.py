@@ -1,4 +1,4 @@
-"""Whether a model is a chain of modules, as BackPACK's second-order extensions need it."""
+"""Tell whether a model is a chain of modules, as BackPACK's second-order extensions need it."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _without_cudnn() -> Generator[None, None, None]:
 
 
 def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
-    """Whether a function without a second derivative took part.
+    """Check whether a function without a second derivative took part.
 
     torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs it, since
     no input lies behind it, and would be wrong without a word.

@@ -20,7 +20,7 @@ WINDOW = 10
 """Rows that a median is taken over: a single row is noise."""
 
 MANY = 1 / 3
-"""Share of the windows of a run from which on a finding is told."""
+"""A finding is reported if it holds in this share of the windows of a run."""
 
 MOST_ROWS = 4000
 """Rows of wide arrays that a rule on what is typical looks at, at equal distances; rules on events look at all."""

@@ -35,7 +35,7 @@ def called_with(names: Iterable[str]) -> str:
 
 
 def transforms() -> bool:
-    """Whether code is inside of `torch.func.vmap`, `grad` or the like, whose tensors are none that could be kept."""
+    """True if code is inside of `torch.func.vmap`, `grad` or the like, whose tensors are none that could be kept."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -80,7 +80,7 @@ class Functions(nn.Module):
 
 
 OnUse = Callable[[Recording, list[Tensor], Any, RandomState | None], None]
-"""Told of a use: the call, the tensors of the batch that it was given, what it returned, and the random numbers before,
+"""Called for each use, with the call, the tensors of the batch in it, what it returned, and the random numbers before,
 where it drew some."""
 
 
@@ -94,7 +94,7 @@ class Mode(TorchFunctionMode):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread."""
+        """True if this is its thread."""
         return self._thread == threading.get_ident()
 
     def mark(self, batch: Iterable[Tensor]) -> None:
@@ -148,7 +148,7 @@ class Mode(TorchFunctionMode):
 
 
 OnCall = Callable[[Any, Any, Any, Any], None]
-"""Told of a call: the function, what it was given, and what it returned."""
+"""Called for each call, with the function, its arguments (two), and its result."""
 
 
 class Watch(Mode):
@@ -158,8 +158,8 @@ class Watch(Mode):
         parameters: What is looked for, by name.
         batch_size: Of the pass.
         device: Of the model.
-        on_use: Told of each use.
-        on_call: Told of each call whose result has no axis as long as the batch.
+        on_use: Called for each use.
+        on_call: Called for each call whose result has no axis as long as the batch.
         with_gradients: Whether what is made of parameters where gradients are off is a constant.
     """
 

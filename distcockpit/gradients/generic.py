@@ -199,7 +199,7 @@ class _Again:
         return [torch.where(agree.view(-1, *[1] * (g.dim() - 1)), g, torch.nan) for g in gradients]
 
     def works(self, route: int) -> bool:
-        """Whether the first and the last few samples have the individual gradients that the whole batch gives them."""
+        """True if the first and the last few samples have the individual gradients that the whole batch gives them."""
         if self.routes[route] == self.in_parts and self._size <= parts.FEW:
             return False
         try:

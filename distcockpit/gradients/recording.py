@@ -144,6 +144,6 @@ class Call(nn.Module):
 
 
 def writes(function: Any) -> bool:
-    """Whether a function writes to its first argument."""
+    """True if a function writes to its first argument."""
     name = getattr(function, "__name__", "")
     return name in WRITING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

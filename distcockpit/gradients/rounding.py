@@ -1,4 +1,4 @@
-"""Whether a variance may be taken from sums that were rounded to float32: autograd's G, and norms from Gram matrices.
+"""When a variance may be taken from sums that were rounded to float32: autograd's G, and norms from Gram matrices.
 
 ``V = S2 - N |G|^2`` is a difference. Sums in float64 over the very gradients that were squared lose nothing in it, and
 cost as much as the products of the backward pass once more. Where V is not small against S2, what autograd has summed
@@ -43,7 +43,7 @@ def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> 
 
 
 def _pays(t: int, o: int, i: int) -> bool:
-    """Whether two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
+    """True if two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
     return t == 1 or t * (o + i) < o * i
 
 

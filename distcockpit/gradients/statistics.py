@@ -35,7 +35,7 @@ class Statistic(ABC):
         """Add formed individual gradients of parameter ``name``, or of a part of its first axis."""
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Whether factors ``[n, T, O]`` and ``[n, T, I]`` are cheaper to use than to be multiplied first."""
+        """True if factors ``[n, T, O]`` and ``[n, T, I]`` are cheaper to use than to be multiplied first."""
         return t == 1
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
@@ -44,7 +44,7 @@ class Statistic(ABC):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether `rows` is there for individual gradients that are mostly zero."""
+        """True if `rows` is there for individual gradients that are mostly zero."""
         return False
 
     def rows(self, name: str, rows: Rows) -> None:
@@ -53,7 +53,7 @@ class Statistic(ABC):
 
     @property
     def goes_along(self) -> bool:
-        """Whether this statistic may ask whole calls of a layer, by `of_use`."""
+        """True if this statistic may ask whole calls of a layer, by `of_use`."""
         return False
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:

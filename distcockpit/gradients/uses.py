@@ -75,7 +75,7 @@ class UseRule(ABC):
     """How the individual gradients of some parameters follow from a :class:`Use`."""
 
     def takes(self, axis: Axis, n_axes: int) -> bool:
-        """Whether it serves a call whose output has as many axes, and the batch there."""
+        """True if it serves a call whose output has as many axes, and the batch there."""
         return axis is not None
 
     def factors(self, use: Use) -> dict[str, Factors]:
@@ -210,12 +210,12 @@ class Use:
 
     @property
     def is_separable(self) -> bool:
-        """Whether the output gradients of the samples can be told apart."""
+        """True if the output gradients of the samples can be told apart."""
         return all(self.axes[position] is not None for position in self.output_gradients)
 
     @property
     def inputs_changed(self) -> bool:
-        """Whether an input tensor was written to after the call."""
+        """True if an input tensor was written to after the call."""
         return any(tensor._version != version for tensor, version in self.versions)
 
 

@@ -149,7 +149,7 @@ class _Group:
         return self._batch_size * sum(self._values[name].numel() * self._values[name].element_size() for name in names)
 
     def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
-        """Whether the larger part of the individual gradients will be formed for these."""
+        """True if the larger part of the individual gradients will be formed for these."""
         if len(self._uses) != 1:
             return True
         formed = [n for n in self._names if n not in self._factors or not _all_prefer(statistics, self._factors[n])]
@@ -157,7 +157,7 @@ class _Group:
         return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
 
     def _along(self, statistic: Statistic) -> bool:
-        """Whether the statistic took what it wants from whole uses."""
+        """True if the statistic took what it wants from whole uses."""
         taken = []
         for use, local in zip(self._uses, self._locals, strict=True):
             found = statistic.of_use(use, local)

@@ -1,4 +1,4 @@
-"""Whether the gradient is more than noise."""
+"""Is the gradient more than noise?"""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ Pages = Mapping[str, Picture]
 
 
 def empty(picture: Picture) -> bool:
-    """Whether there is nothing to see: no mark has a finite number."""
+    """True if there is nothing to see: no mark has a finite number."""
     for mark in picture.marks:
         if isinstance(mark, Heat) and not (np.isfinite(mark.x).all() and np.isfinite(mark.y).all()):
             continue

@@ -48,7 +48,7 @@ class Quantity(ABC):
 
     source: ClassVar[str] = ""
     remembers_samples: ClassVar[bool] = False
-    """Whether ``memory`` is about this rank's own samples. A resumed run then takes each rank's; otherwise rank 0's is
+    """True if ``memory`` is about this rank's own samples. A resumed run then takes each rank's; otherwise rank 0's is
     given to all."""
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Quantity(ABC):
 
     @property
     def reads_totals(self) -> bool:
-        """Whether ``learn`` must see the latest total before the next ``statistics``."""
+        """True if ``learn`` must see the latest total before the next ``statistics``."""
         return False
 
     def with_schedule(self, schedule: Schedule) -> Quantity:
@@ -88,16 +88,16 @@ class Quantity(ABC):
         return [self]
 
     def starts(self, step: int) -> bool:
-        """Whether a row begins at ``step``."""
+        """True if a row begins at ``step``."""
         return self.schedule is not None and bool(self.schedule(step))
 
     def touches(self, step: int) -> bool:
-        """Whether ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
+        """True if ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
         return self.starts(step) or (self.ends_updates and step > 0 and self.starts(step - 1))
 
     @cached_property
     def ends_updates(self) -> bool:
-        """Whether a row that begins at a step ends at the next one."""
+        """True if a row that begins at a step ends at the next one."""
         return self.needs.update
 
     @abstractmethod

@@ -67,7 +67,7 @@ class Needs:
 
     @property
     def second_order(self) -> bool:
-        """Whether the step is run again, for curvature."""
+        """True if the step is run again, for curvature."""
         return any(each is not None for each in (self.curvature, self.trace, self.eigenvalue))
 
 

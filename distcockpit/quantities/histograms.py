@@ -58,7 +58,7 @@ class Axis:
         return bin_edges(low, high, self.bins)
 
     def measures(self, step: int) -> bool:
-        """Whether the adaptation measures at ``step``."""
+        """True if the adaptation measures at ``step``."""
         return self.adapt is not None and bool(self.adapt.schedule and self.adapt.schedule(step))
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:

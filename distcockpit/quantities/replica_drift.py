@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same parameters."""
+"""Do all ranks still hold the same parameters?"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class RandomState:
         return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
 
     def torch_drew(self) -> bool:
-        """Whether torch drew numbers since this state was taken."""
+        """True if torch drew numbers since this state was taken."""
         now = [torch.get_rng_state()]
         if self.device is not None:
             now.append(torch.get_device_module(self.device).get_rng_state(self.device))

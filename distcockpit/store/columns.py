@@ -192,7 +192,7 @@ class Column:
         self.committed()
 
     def is_beyond(self, key: str) -> bool:
-        """Whether this is the key of a chunk of this array that holds none of its rows."""
+        """True if this is the key of a chunk of this array that holds none of its rows."""
         _, _, index = key.removeprefix(f"{self.key}/").partition("c/")
         first = index.partition("/")[0]
         return first.isdigit() and int(first) >= math.ceil(self.rows / self.chunk_rows)

@@ -55,7 +55,7 @@ class Keys(ABC):
 
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether there is nothing."""
+        """True if there is nothing."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -264,7 +264,7 @@ class StoreKeys(Keys):
         return self._run(collected())
 
     def is_empty(self) -> bool:
-        """Whether there is no key."""
+        """True if there is no key."""
         return self._run(self._store.is_empty(""))
 
     def clear(self) -> None:

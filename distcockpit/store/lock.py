@@ -33,7 +33,7 @@ class LockHolder:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: only what ran on this host can be."""
+        """True if it is known to have ended: only what ran on this host can be."""
         return self.host == _host() and _start_of(self.process) != self.started
 
 
@@ -51,7 +51,7 @@ class Lock:
         self._renewed = 0.0
 
     def check(self, *, patient: bool) -> bool:
-        """Whether somebody who is gone holds the lock.
+        """True if somebody who is gone holds the lock.
 
         Args:
             patient: Wait for a lock to become stale, as long as nobody renews it.

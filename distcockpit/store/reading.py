@@ -226,7 +226,7 @@ TEXTS = ("coordinates", "quantity", "description", "source", "long_name", "units
 
 
 def _check_attributes(path: str, attributes: Mapping[str, Any]) -> None:
-    """Whether attributes are those that distcockpit writes: xarray computes with some others, such as scale_factor.
+    """Check that attributes are those that distcockpit writes: xarray computes with others, such as scale_factor.
 
     Raises:
         UnsafeStoreError: If not.
@@ -249,7 +249,7 @@ ROOT_TYPES = {
 
 
 def _check_root(attributes: Mapping[str, Any]) -> None:
-    """Whether what the root says of the run has the types that readers rely on.
+    """Check whether what the root says of the run has the types that readers rely on.
 
     Raises:
         UnsafeStoreError: If not.
@@ -266,7 +266,7 @@ def _check_root(attributes: Mapping[str, Any]) -> None:
 
 
 def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:
-    """Whether there are as many chunks as the rows of a group need: readers load the steps when they open it.
+    """Check whether there are as many chunks as the rows of a group need: readers load the steps when they open it.
 
     Raises:
         UnsafeStoreError: If not.
@@ -287,7 +287,7 @@ def _chunk_bytes(document: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_chunk(data: bytes, least: int, most: int) -> None:
-    """Whether blosc would make room for what is expected.
+    """Check whether blosc would make room for what is expected.
 
     Raises:
         UnsafeStoreError: If not.

@@ -465,7 +465,7 @@ class RunStore:
         self._lock.release()
 
     def _check_root(self) -> None:
-        """Whether the root is the one that this process wrote.
+        """Check whether the root is the one that this process wrote.
 
         Raises:
             FileNotFoundError: If it is gone.

@@ -15,7 +15,7 @@ OF_GRADIENTS = ("mean_gradient", "squared_norms", "projections", "squared_gradie
 
 
 def of_individual_gradients(quantity: Quantity) -> bool:
-    """Whether it follows from individual gradients, or from the curvature, which is one of individual losses."""
+    """True if it follows from individual gradients, or from the curvature, which is one of individual losses."""
     needs = quantity.needs
     own = type(quantity).statistics is not Quantity.statistics
     return own or needs.second_order or any(getattr(needs, name) for name in OF_GRADIENTS)
@@ -44,7 +44,7 @@ class Active:
         return frozenset(name for name in names if any(getattr(needs, name) for needs in self.needs.values()))
 
     def wants(self, *needs: str) -> bool:
-        """Whether any of the quantities has any of these needs."""
+        """True if any of the quantities has any of these needs."""
         return not self._wanted.isdisjoint(needs)
 
     def each(self, need: str) -> list[Any]:
@@ -68,12 +68,12 @@ class Active:
 
     @cached_property
     def subtracts_squares(self) -> bool:
-        """Whether any of them takes a variance from sums of squares and the square of a sum."""
+        """True if any of them takes a variance from sums of squares and the square of a sum."""
         return self.wants("squared_norms", "squared_gradients")
 
     @cached_property
     def takes_autograds_sums(self) -> bool:
-        """Whether sums over individual gradients may come from autograd.
+        """True if sums over individual gradients may come from autograd.
 
         A variance of single elements wants the sums of the very gradients that were squared: autograd's, which are
         rounded otherwise, leave nothing of a small one.

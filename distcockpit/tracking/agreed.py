@@ -73,7 +73,7 @@ class Setup:
 
     @property
     def batch_statistics_are_constants(self) -> bool:
-        """Whether this step's individual gradients take the statistics of a batch as constants."""
+        """True if this step's individual gradients take the statistics of a batch as constants."""
         return bool(training(self.batchnorms))
 
     @cached_property
@@ -82,7 +82,7 @@ class Setup:
         return next(self.bare.parameters()).device
 
     def is_as_it_was(self) -> bool:
-        """Whether model and optimizers have the parameters and modules that this part of the run began with."""
+        """True if model and optimizers have the parameters and modules that this part of the run began with."""
         modules = dict(self.bare.named_modules())
         owners = all(modules.get(layer.path) is layer.module for layer in self.layers if layer.parameters)
         return owners and structure_of(self.bare, self.optimizers) == self.structure

@@ -181,7 +181,7 @@ def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
 
 
 def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
-    """Whether they belong to the model.
+    """Check whether they belong to the model.
 
     Raises:
         ValueError: If an optimizer is one of another model, or two hold the same parameter.
@@ -203,7 +203,7 @@ def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
 
 
 def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
-    """Whether a value is among the allowed ones.
+    """Check whether a value is among the allowed ones.
 
     Raises:
         ValueError: If not.
@@ -213,7 +213,7 @@ def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:
-    """Whether the remaining options are of the right kind.
+    """Check whether the remaining options are of the right kind.
 
     Raises:
         TypeError: If one is not.
@@ -232,7 +232,7 @@ def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: objec
 
 
 def check_sinks(sinks: object) -> None:
-    """Whether these are sinks.
+    """Check whether these are sinks.
 
     Raises:
         TypeError: If not.
@@ -242,7 +242,7 @@ def check_sinks(sinks: object) -> None:
 
 
 def check_seconds(**options: object) -> None:
-    """Whether these are times.
+    """Check whether these are times.
 
     Raises:
         TypeError: If one is no number.
@@ -256,7 +256,7 @@ def check_seconds(**options: object) -> None:
 
 
 def check_counts(**options: object) -> None:
-    """Whether these are counts.
+    """Check whether these are counts.
 
     Raises:
         TypeError: If one is no integer.
@@ -317,7 +317,7 @@ def check_epoch(call: str, epoch: object) -> float | None:
 
 
 def check_batch(weight: object, batch_size: object) -> None:
-    """Whether the user's word on the batch makes sense.
+    """Check whether the user's word on the batch makes sense.
 
     Raises:
         TypeError: If one is no number.
@@ -332,7 +332,7 @@ def check_batch(weight: object, batch_size: object) -> None:
 
 
 def check_positive(call: str, **options: object) -> None:
-    """Whether these are numbers that are not negative, or not given.
+    """Check whether these are numbers that are not negative, or not given.
 
     Raises:
         TypeError: If one is no number.

@@ -115,7 +115,7 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def _check(session: Session, state: Mapping[str, Any]) -> None:
-    """Whether this rank can load it.
+    """Check whether this rank can load it.
 
     Raises:
         RuntimeError: If a step was tracked already.

@@ -98,7 +98,7 @@ def _take_part(session: Session) -> bool:
     training = [record for record in records if not record["joined"]]
     if not training or training[0]["kind"] == LEAVE:
         return False
-    if training[0]["kind"] != TRACK:  # the others are told that this rank cannot take part
+    if training[0]["kind"] != TRACK:  # the others learn that this rank cannot take part
         return True
     step = int(training[0]["step"])
     told = share_state(session, records, None, None)

@@ -198,7 +198,7 @@ class StepInputs:
 
     @property
     def keeps(self) -> bool:
-        """Whether formed individual gradients are needed once more, when the update that begins here is known."""
+        """True if formed individual gradients are needed once more, when the update that begins here is known."""
         return self.starting.wants("update")
 
 

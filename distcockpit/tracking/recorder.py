@@ -55,7 +55,7 @@ class Result:
     facts: Pending
 
     def is_there(self) -> bool:
-        """Whether nothing is on its way any more."""
+        """True if nothing is on its way any more."""
         return self.sums.done() and self.facts.done()
 
 

@@ -66,7 +66,7 @@ def _seen(
     """What each quantity sees, its sums and its facts: of one that fails here, NaN, for the others wait for them.
 
     Raises:
-        RankFailed: If it is not known yet what its sums look like. The others are told, and send none.
+        RankFailed: If it is not known yet what its sums look like. The other ranks learn of it and send none.
     """
     device = session.setup.device
     sums: dict[str, Tensor] = {}

@@ -86,7 +86,7 @@ class Session:
         _open[id(self)] = self
 
     def evaluates_again(self, step: int) -> bool:
-        """Whether this is another evaluation of the closure of LBFGS, at other parameters than the step began with."""
+        """True if this is another evaluation of the closure of LBFGS, at other parameters than the step began with."""
         closures = any(isinstance(each, torch.optim.LBFGS) for each in self.setup.optimizers.values())
         return closures and step == self.last_step and not self.is_inside and not self._closed
 
@@ -136,18 +136,18 @@ class Session:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the store holds rows from before this part of the run."""
+        """True if the store holds rows from before this part of the run."""
         first = self._first_tracked
         return self.holds_from is not None and first is not None and self.holds_from < first
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether the user listed a quantity; else all are of presets, which never end a run."""
+        """True if the user listed a quantity; else all are of presets, which never end a run."""
         return any(q.required for q in self.setup.quantities)
 
     @property
     def may_load(self) -> bool:
-        """Whether no step has begun yet."""
+        """True if no step has begun yet."""
         return self._first_step is None
 
     def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
@@ -223,7 +223,7 @@ class Session:
         """What was exact at earlier steps is not any more. That is no reason to end the run."""
         right = self.check.last_checked
         since = "" if right < 0 else f" were right at step {right}, and"
-        between = "" if right < 0 else " Rows in between are wrong if it began there."
+        between = "" if right < 0 else " Rows in between may be wrong."
         self.say_once(
             "wrong",
             f"step {self.last_step}: individual gradients{since} are not known: {error} What follows from them is NaN "
@@ -252,7 +252,7 @@ class Session:
             )
 
     def check_health(self) -> None:
-        """Whether this rank can go on; asked before each header, so that all ranks stop together.
+        """Check whether this rank can go on; asked before each header, so that all ranks stop together.
 
         Raises:
             RuntimeError: If an earlier step failed half-way, or faults of the store shall raise and there is one.
@@ -370,11 +370,11 @@ class Session:
         return None, None
 
     def keeps_values(self, starting: Active) -> bool:
-        """Whether this rank needs the parameters of a step at which these rows begin."""
+        """True if this rank needs the parameters of a step at which these rows begin."""
         return starting.wants("update") or (starting.wants("displacement") and self.setup.world.rank == 0)
 
     def must_tell(self, step: int) -> bool:
-        """Whether rank 0 has run out of data, and waits for the parameters of this step: an update ended there."""
+        """True if rank 0 has run out of data, and waits for the parameters of this step: an update ended there."""
         if 0 not in self.absent or self.exchanged_step != step - 1:
             return False
         return any(q.needs.displacement and q.starts(step - 1) for q in self.setup.quantities)

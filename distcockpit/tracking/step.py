@@ -118,7 +118,7 @@ class TrackedStep:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether anything is tracked at this step."""
+        """True if anything is tracked at this step."""
         return self._capture is not None
 
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
@@ -179,7 +179,7 @@ class TrackedStep:
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _may_skip(self, error: BaseException) -> bool:
-        """Whether what went wrong costs this step alone: steps were right before, or nothing was asked for by hand."""
+        """True if what went wrong costs this step alone: steps were right before, or nothing was asked for by hand."""
         return isinstance(error, Exception) and (self._settled or not self._session.is_by_hand)
 
     def _finish_or_skip(self, capture: Capture) -> None:
@@ -251,7 +251,7 @@ class TrackedStep:
         session.settled = True
 
     def _compare(self, totals: BatchTotals, found: Interpretation, objective: Objective) -> None:
-        """Whether all ranks differentiate the same combination of losses."""
+        """Check whether all ranks differentiate the same combination of losses."""
         captured = found.captured
         objective.settle(is_mixed=totals.is_mixed)
         if totals.is_sum:
@@ -311,8 +311,8 @@ class TrackedStep:
         if capture.skips:
             self._session.say_once(
                 "skipped",
-                f"step {self._step}: a forward pass had no backward before `track` ended, and its samples are left "
-                "out, as a loop means it that skips losses which are not finite.",
+                f"step {self._step}: a forward pass had no backward pass before `track` ended; its samples are "
+                "not counted.",
             )
         for topic, text in found.notices.items():
             self._session.say_once(topic, f"step {self._step}: {text}")
@@ -340,7 +340,7 @@ class TrackedStep:
         return found
 
     def _check_no_gradients_are_needed(self, why: str, wanting: Sequence[Quantity]) -> None:
-        """Whether quantities that the user listed want individual gradients, where samples have none.
+        """Check whether quantities that the user listed want individual gradients, where samples have none.
 
         Args:
             why: They have none.

@@ -35,7 +35,7 @@ class Start:
 
     @property
     def inputs_changed(self) -> bool:
-        """Whether a kept input was overwritten."""
+        """True if a kept input was overwritten."""
         return self.inputs_were_changed or any(use.inputs_changed for batch in self.batches for use in batch.uses)
 
     def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class UserLog:
         self._written_step = -1
 
     def check(self, step: int, reduce: str | None, scalars: Mapping[str, Any]) -> None:
-        """Whether `add` may be called with these.
+        """Check whether `add` may be called with these.
 
         Raises:
             ValueError: If the step falls or is written already, or a name or ``reduce`` is not allowed.
@@ -118,7 +118,7 @@ class UserLog:
 
     @property
     def is_riding(self) -> bool:
-        """Whether values wait for an exchange."""
+        """True if values wait for an exchange."""
         return bool(self._riding)
 
     def take_complete(self, *, everything: bool = False) -> list[LogEntry]:

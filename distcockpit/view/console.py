@@ -35,7 +35,7 @@ def bar(what: str) -> Generator[tuple[Progress, Any], None, None]:
 
 @contextmanager
 def progress(what: str, total: int) -> Generator[Callable[[str], None], None, None]:
-    """A progress bar that is told the name of each part before it begins."""
+    """A progress bar that shows the name of each part as it begins."""
     with bar(what) as (shown, task):
         shown.update(task, total=total)
         yield lambda name: shown.update(task, advance=1, description=f"{what} {plain(name, 30)}")
@@ -58,7 +58,7 @@ needs_view = functools.partial(needs, "distcockpit[view]")
 
 
 def check_suffix(output: Path, kinds: list[str]) -> None:
-    """Whether the name of a file says what is written into it."""
+    """Check whether the name of a file says what is written into it."""
     if output.suffix.lower() not in kinds:
         refuse(f"--output {str(output)!r}: must end in {' or '.join(kinds)}.")
 
