@@ -16,11 +16,9 @@ from torch.distributed.algorithms import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zarr.abc.store import Store
 
-from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.cover import Cover
-from distcockpit.capture.coverage import Coverage, coverage
+from distcockpit.capture.coverage import Coverage
 from distcockpit.capture.layers import batchnorms, find_layers, problem_of_batchnorm
-from distcockpit.capture.selfcheck import SelfCheck
 from distcockpit.capture.wrapped import wrappers
 from distcockpit.quantities.base import Quantity
 from distcockpit.schedules import Schedule, every
@@ -53,6 +51,7 @@ from distcockpit.tracking.arguments import (
     named_optimizers,
     segment,
 )
+from distcockpit.tracking.attribution import Attribution
 from distcockpit.tracking.join import Shadow
 from distcockpit.tracking.recorder import Recorder
 from distcockpit.tracking.session import Session
@@ -231,7 +230,7 @@ class DistCockpit(Joinable):
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, store_seconds, fsync)
                 told, here = (
-                    attributes(setup, coverage(bare, cover, SelfCheck(setup.tracked))),
+                    attributes(setup, Attribution(setup, cover).coverage()),
                     segment(world.size, hosts),
                 )
                 with ExitStack() as started:
@@ -245,7 +244,7 @@ class DistCockpit(Joinable):
                 for why in missing:
                     logger.warning("distcockpit: %s", why)
         first = world.all_gather_object(None if run is None else run.first_step)[0]
-        self._session = Session(setup, recorder, BatchAxes(batch_dim), cover, holds_from=first)
+        self._session = Session(setup, recorder, Attribution(setup, cover), holds_from=first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -357,7 +356,7 @@ class DistCockpit(Joinable):
         Before the first tracked step it says what the kinds of the layers promise; from then on, what was found. Each
         rank may ask; the store holds rank 0's table in the attribute ``coverage``.
         """
-        return Coverage() if self._session is None else self._session.coverage()
+        return Coverage() if self._session is None else self._session.attribution.coverage()
 
     def state_dict(self) -> dict[str, Any]:
         """The cockpit's own state, to be saved with a checkpoint of the model and the optimizer.

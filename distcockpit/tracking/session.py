@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.cover import Cover
-from distcockpit.capture.coverage import Coverage, coverage
-from distcockpit.capture.selfcheck import SelfCheck
 from distcockpit.curvature.diagonals import Diagonals
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.store.writer import at_exit
 from distcockpit.tracking.active import Active, Actives
 from distcockpit.tracking.agreed import Setup
+from distcockpit.tracking.attribution import Attribution
 from distcockpit.tracking.clock import Clock
 from distcockpit.tracking.packed import Layout, pack
 from distcockpit.tracking.recorder import Recorder, Result, Stamp
@@ -41,8 +39,7 @@ class Session:
 
     setup: Setup
     recorder: Recorder | None  # on rank 0
-    axes: BatchAxes
-    cover: Cover  # which modules' calls the parameters' individual gradients are taken from
+    attribution: Attribution
     userlog: UserLog = field(default_factory=UserLog)
     start: Start | None = None  # the step at which an update began that is not known yet
     clock: Clock = field(default_factory=Clock)
@@ -50,7 +47,6 @@ class Session:
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     is_inside: bool = False  # whether a step has begun and not ended
     actives: Actives = field(init=False)
-    check: SelfCheck = field(init=False)
     diagonals: Diagonals = field(init=False)
     settled: bool = False  # whether a tracked step was finished
     broken: bool = False  # whether a tracked step failed here after its header
@@ -79,7 +75,6 @@ class Session:
         self.actives = Actives(self.setup.quantities)
         self.part = digest(self.setup.facts, 0)
         self.keeps_initial = self.setup.world.rank == 0 and any(q.needs.initial for q in self.setup.quantities)
-        self.check = SelfCheck(dict(self.setup.tracked))
         self.diagonals = Diagonals(self.setup.bare, self.setup.loss_fn)
         if not _open:
             at_exit(_close_all)
@@ -181,18 +176,18 @@ class Session:
             return
         if any(modules[layer.path] is not layer.module for layer in self.setup.layers):  # others of the same kind
             self.setup = self.setup.as_it_is()
-            self.cover = replace(self.cover, own=self.setup.layers)
+            self.attribution.adopt(self.setup)
         if any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
-            self.check.tracked = dict(self.setup.tracked)
+            self.attribution.adopt(self.setup)
 
     def _begin_part(self, step: int, setup: Setup) -> None:
         self.part, self._begins_again = digest(setup.facts, step), False
         cover = Cover(setup.bare, setup.layers)
         groups = {q.name: q.described_group(setup.facts) for q in setup.quantities} if self.recorder is not None else {}
-        before, self.setup, self.cover = self.setup, setup, cover
-        self.axes, self.diagonals = BatchAxes(setup.batch_dim), Diagonals(setup.bare, setup.loss_fn)
-        self.check = SelfCheck(dict(setup.tracked), last_checked=self.check.last_checked)
+        before, self.setup = self.setup, setup
+        self.attribution = Attribution(setup, cover, self.attribution.check.last_checked)
+        self.diagonals = Diagonals(setup.bare, setup.loss_fn)
         self.start, self.sizes, self.layouts, self._memory, self._unread = None, {}, {}, {}, {}
         if self.initial:  # a parameter's distance is from where it was when it came
             known = {name: value for name, value in self.initial.items() if setup.every.get(name) is before.every[name]}
@@ -208,40 +203,12 @@ class Session:
             "what compares with earlier steps begins anew, and what the model does not have now is NaN.",
         )
 
-    def raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
-        """Let parents serve the parameters that their modules do not.
-
-        Args:
-            unserved: By parameter: why, and which modules.
-        """
-        cover = self.cover.raise_for(unserved)
-        cover.check(self.setup.slow_routes)
-        self.cover = cover
-        self.check.failed(unserved)
-
-    def tell_that_gradients_are_unknown(self, parameters: Sequence[str], error: Exception) -> None:
-        """What was exact at earlier steps is not any more. That is no reason to end the run."""
-        right = self.check.last_checked
-        since = "" if right < 0 else f" were right at step {right}, and"
-        between = "" if right < 0 else " Rows in between may be wrong."
-        self.say_once(
-            "wrong",
-            f"step {self.last_step}: individual gradients{since} are not known: {error} What follows from them is NaN "
-            f"until they are.{between}",
-        )
-        self.check.give_up(parameters, self.last_step)
-        self.tell_coverage()
-
-    def coverage(self) -> Coverage:
-        """How each parameter is tracked."""
-        return coverage(self.setup.bare, self.cover, self.check)
-
     def tell_coverage(self) -> None:
         """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""
         if self.recorder is None:
             return
-        self.recorder.describe({"coverage": self.coverage().attributes()}, at_once=False)
-        if slow := self.cover.slow:
+        self.recorder.describe({"coverage": self.attribution.coverage().attributes()}, at_once=False)
+        if slow := self.attribution.cover.slow:
             examples = [f"'{name}' by {module}" for name, module in list(slow.items())[:3]]
             self.say_once(
                 "slow",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -18,8 +18,6 @@ from distcockpit.capture.interpretation import Interpretation
 from distcockpit.capture.layers import problem_of_batchnorm, training
 from distcockpit.capture.mixed import unmix
 from distcockpit.capture.objective import Objective
-from distcockpit.capture.second_pass import mixed_up_rows, second_pass
-from distcockpit.capture.selfcheck import check_outputs_tell_all, examine, norm_of
 from distcockpit.curvature.hutchinson import quadratic_forms
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
@@ -140,7 +138,8 @@ class TrackedStep:
         setup = session.setup
         setup.world.leave_word(f"in tracked step {self._step}")
         self._eager.enter_context(eagerly())
-        watched = session.check.begin()
+        attribution = session.attribution
+        watched = attribution.check.begin()
         self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if self._mixing and not self._settled:
             self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
@@ -160,10 +159,10 @@ class TrackedStep:
             watched = setup.tracked
         self._capture = Capture(
             setup.bare,
-            [layer for layer in session.cover.layers if everything or layer.parameters or layer.path in norms],
+            [layer for layer in attribution.cover.layers if everything or layer.parameters or layer.path in norms],
             KnownLoss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
-            session.axes,
-            thorough=session.check.is_thorough,
+            attribution.axes,
+            thorough=attribution.check.is_thorough,
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
@@ -329,13 +328,14 @@ class TrackedStep:
                 micro.without_gradients(setup.tracked, has_losses=True)
             return found
         self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
+        required = any(q.required for q in self._active.of_gradients)
         seen = capture.parameter_gradients.gradients
-        if self._session.check.is_thorough:
-            seen = {name: gradient.double() for name, gradient in seen.items()}
-        if captured and captured[0].beside.gradients:
-            gradients = captured[0].beside.gradients
-            seen = {name: g - gradients[name] if name in gradients else g for name, g in seen.items()}
-        found.captured = self._served(captured, seen)
+        attributed = self._session.attribution.attribute(self._step, captured, seen, required=required)
+        found.captured = attributed.captured
+        if attributed.problem:
+            self._session.say_once("wrong", attributed.problem)
+        if attributed.has_news:
+            self._session.tell_coverage()
         check_uses(found.captured)
         return found
 
@@ -356,75 +356,6 @@ class TrackedStep:
             )
         names = ", ".join(q.name for q in wanting)
         self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why.rstrip('.')}.")
-
-    def _served(self, captured: list[Captured], seen: Mapping[str, Tensor]) -> list[Captured]:
-        """The micro-batches with uses from which all individual gradients follow.
-
-        Where those of the step do not do, it is run again: with batch statistics as constants, and while parameters
-        are not known to be served by their modules, for the parents of these.
-        """
-        session, setup = self._session, self._setup
-        constant = setup.batch_statistics_are_constants
-        live = seen
-        if constant:
-            captured, seen = self._again(captured, constant)
-        cover, blocks = session.cover, setup.block_elements
-        if session.check.is_thorough:
-            session.check.whole = norm_of(live)
-        while names := session.check.due(captured):
-            try:
-                if constant and session.check.is_thorough:
-                    check_outputs_tell_all(captured, self._again(captured, False)[1], live, setup.bare)
-                found = examine(captured, seen, setup.bare, session.cover.scopes, names, session.check.whole, blocks)
-                unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
-                if not unserved:
-                    session.check.passed(found, captured, self._step)
-                    if found.explained:
-                        session.tell_coverage()
-                    break
-                session.raise_cover(unserved)
-                again, seen_again = self._again(captured, constant)
-            except Exception as error:
-                by_hand = [q.name for q in self._active.of_gradients if q.required]
-                if not session.check.was_all_right(names) and (by_hand or not setup.slow_routes):
-                    raise
-                session.cover = cover
-                session.tell_that_gradients_are_unknown(names, error)
-                break
-            if not constant:
-                again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
-            captured = again
-            seen = seen_again if constant else {**seen_again, **seen}
-        if session.check.broken:
-            for micro in captured:
-                micro.without_gradients(setup.tracked, has_losses=True)
-        return captured
-
-    def _mixed_up(
-        self, captured: Sequence[Captured], names: Sequence[str], constant: bool
-    ) -> dict[str, tuple[str, list[str]]]:
-        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
-        session, setup = self._session, self._setup
-        if not names:
-            return {}
-        layers, axes = session.cover.layers, session.axes
-        mixed = mixed_up_rows(captured, setup.bare, layers, axes, constant_statistics=constant)
-        failing = {name: [path for path in session.cover.scopes[name] if (path, name) in mixed] for name in names}
-        why = "the rows of what is computed with it are not the samples, one each"
-        return {name: (why, scopes) for name, scopes in failing.items() if scopes}
-
-    def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
-        session, setup = self._session, self._setup
-        total: dict[str, Tensor] = {}
-        result = []
-        for micro in captured:
-            again, seen = second_pass(
-                micro, setup.bare, session.cover.layers, session.axes, setup.tracked, constant_statistics=constant
-            )
-            for name, gradient in seen.items():
-                total[name] = total[name] + gradient if name in total else gradient
-            result.append(again)
-        return result, total
 
     def _check_losses_are_known(self, captured: Sequence[Captured], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]

@@ -1,0 +1,159 @@
+"""From the micro-batches of a step to calls from which all individual gradients follow, as the step itself confirms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from distcockpit.capture.batch_axes import BatchAxes
+from distcockpit.capture.captured import Captured
+from distcockpit.capture.cover import Cover
+from distcockpit.capture.coverage import Coverage, coverage
+from distcockpit.capture.second_pass import mixed_up_rows, second_pass
+from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine, norm_of
+from distcockpit.tracking.agreed import Setup
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """The micro-batches of a step, and what is new about the way in which parameters are served."""
+
+    captured: list[Captured]
+    has_news: bool = False  # whether `Attribution.coverage` changed
+    problem: str = ""  # why individual gradients are unknown from here on
+
+
+class Attribution:
+    """Owns the routes by which parameters are served, and what steps have confirmed of them.
+
+    Args:
+        setup: What all ranks agreed on.
+        cover: The routes to begin with.
+        last_checked: The latest step of an earlier part of the run that confirmed its routes.
+    """
+
+    def __init__(self, setup: Setup, cover: Cover, last_checked: int = -1) -> None:
+        self._setup, self.cover = setup, cover
+        self.axes = BatchAxes(setup.batch_dim)
+        self.check = SelfCheck(dict(setup.tracked), last_checked=last_checked)
+
+    def adopt(self, setup: Setup) -> None:
+        """The model holds other tensors now, or other modules of the same kind."""
+        self._setup, self.cover = setup, replace(self.cover, own=setup.layers)
+        self.check.tracked = dict(setup.tracked)
+
+    def coverage(self) -> Coverage:
+        """How each parameter is tracked."""
+        return coverage(self._setup.bare, self.cover, self.check)
+
+    def attribute(
+        self, step: int, captured: list[Captured], seen: Mapping[str, Tensor], *, required: bool
+    ) -> Attributed:
+        """Find uses from which all individual gradients follow.
+
+        Where those of the step do not do, it is run again: with batch statistics as constants, and while parameters
+        are not known to be served by their modules, for the parents of these.
+
+        Args:
+            step: The step.
+            captured: Its micro-batches.
+            seen: What autograd gave the parameters.
+            required: Whether the user listed quantities that need individual gradients.
+
+        Raises:
+            Exception: What is in the way, if a parameter was never served and it is required.
+        """
+        if self.check.is_thorough:
+            seen = {name: gradient.double() for name, gradient in seen.items()}
+        if captured and captured[0].beside.gradients:
+            beside = captured[0].beside.gradients
+            seen = {name: g - beside[name] if name in beside else g for name, g in seen.items()}
+        constant, live = self._setup.batch_statistics_are_constants, seen
+        if constant:
+            captured, seen = self._again(captured, constant)
+        if self.check.is_thorough:
+            self.check.whole = norm_of(live)
+        cover, has_news, problem = self.cover, False, ""
+        while names := self.check.due(captured):
+            try:
+                if constant and self.check.is_thorough:
+                    check_outputs_tell_all(captured, self._again(captured, False)[1], live, self._setup.bare)
+                found = examine(
+                    captured,
+                    seen,
+                    self._setup.bare,
+                    self.cover.scopes,
+                    names,
+                    self.check.whole,
+                    self._setup.block_elements,
+                )
+                unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
+                if not unserved:
+                    self.check.passed(found, captured, step)
+                    has_news = bool(found.explained)
+                    break
+                self._raise_cover(unserved)
+                again, seen_again = self._again(captured, constant)
+            except Exception as error:
+                if not self.check.was_all_right(names) and (required or not self._setup.slow_routes):
+                    raise
+                self.cover, has_news, problem = cover, True, self._give_up(names, step, error)
+                break
+            if not constant:
+                again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
+            captured = again
+            seen = seen_again if constant else {**seen_again, **seen}
+        if self.check.broken:
+            for micro in captured:
+                micro.without_gradients(self._setup.tracked, has_losses=True)
+        return Attributed(captured, has_news, problem)
+
+    def _raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
+        """Let parents serve the parameters that their modules do not."""
+        cover = self.cover.raise_for(unserved)
+        cover.check(self._setup.slow_routes)
+        self.cover = cover
+        self.check.failed(unserved)
+
+    def _give_up(self, parameters: Sequence[str], step: int, error: Exception) -> str:
+        """What was exact at earlier steps is not any more. That is no reason to end the run."""
+        right = self.check.last_checked
+        since = "" if right < 0 else f" were right at step {right}, and"
+        between = "" if right < 0 else " Rows in between may be wrong."
+        self.check.give_up(parameters, step)
+        return (
+            f"step {step}: individual gradients{since} are not known: {error} What follows from them is NaN until they "
+            f"are.{between}"
+        )
+
+    def _mixed_up(
+        self, captured: Sequence[Captured], names: Sequence[str], constant: bool
+    ) -> dict[str, tuple[str, list[str]]]:
+        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
+        if not names:
+            return {}
+        layers, scopes = self.cover.layers, self.cover.scopes
+        mixed = mixed_up_rows(captured, self._setup.bare, layers, self.axes, constant_statistics=constant)
+        failing = {name: [path for path in scopes[name] if (path, name) in mixed] for name in names}
+        why = "the rows of what is computed with it are not the samples, one each"
+        return {name: (why, paths) for name, paths in failing.items() if paths}
+
+    def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
+        """A second pass of each micro-batch, and the gradients that it gave the parameters."""
+        total: dict[str, Tensor] = {}
+        result = []
+        for micro in captured:
+            again, seen = second_pass(
+                micro,
+                self._setup.bare,
+                self.cover.layers,
+                self.axes,
+                self._setup.tracked,
+                constant_statistics=constant,
+            )
+            for name, gradient in seen.items():
+                total[name] = total[name] + gradient if name in total else gradient
+            result.append(again)
+        return result, total
