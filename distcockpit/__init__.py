@@ -14,6 +14,7 @@ __version__ = version("distcockpit")
 
 _HOMES = {
     "DistCockpit": "distcockpit.cockpit",
+    "StoreOptions": "distcockpit.store.options",
     "every": "distcockpit.schedules",
     "logspaced": "distcockpit.schedules",
     "open_run": "distcockpit.run",
@@ -21,7 +22,7 @@ _HOMES = {
     "quantities": "",
 }
 
-__all__ = ["DistCockpit", "every", "logspaced", "open_run", "presets", "quantities"]
+__all__ = ["DistCockpit", "StoreOptions", "every", "logspaced", "open_run", "presets", "quantities"]
 
 
 def __getattr__(name: str) -> Any:
@@ -42,3 +43,4 @@ if TYPE_CHECKING:
     from distcockpit.run import open_run as open_run
     from distcockpit.schedules import every as every
     from distcockpit.schedules import logspaced as logspaced
+    from distcockpit.store.options import StoreOptions as StoreOptions

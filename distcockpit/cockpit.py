@@ -24,8 +24,8 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.schedules import Schedule, every
 from distcockpit.sinks import Sink
 from distcockpit.store.keys import check_store, keys_of
+from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import MODES, RunStore
-from distcockpit.store.writer import Pace
 from distcockpit.tracking import checkpoint
 from distcockpit.tracking.agreed import Setup, model_facts
 from distcockpit.tracking.announcement import announce
@@ -49,6 +49,7 @@ from distcockpit.tracking.arguments import (
     loss_module,
     memory_in_bytes,
     named_optimizers,
+    options_of_store,
     segment,
 )
 from distcockpit.tracking.attribution import Attribution
@@ -101,21 +102,12 @@ class DistCockpit(Joinable):
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
         on_error: What faults of the environment (disk, network) do: "warn" logs, keeps rows and tries again; "raise"
             raises at the next ``track``.
-        flush_seconds: Longest time until finished rows are in the store.
-        flush_rows: Most finished rows that wait for that; a row is one step of one quantity.
-        queue_steps: Tracked steps that may wait for the background thread.
-        wait_seconds: Longest time that a tracked step waits for it when so many do. Rows are then dropped, and counted
-            in the attribute ``dropped_rows`` of the store.
-        unwritten_budget: Most memory for rows that the store does not take, in bytes or as a text. Beyond it they are
-            dropped and counted as well.
-        store_seconds: Longest time that a request to a remote store may take, and that ``flush``, ``close`` and the end
-            of the program wait for the store.
-        lock_seconds: A store has one writer. One that gave no sign of life for so long is taken to be gone; on the same
-            host that is known at once.
         timeout_seconds: Longest time that a rank waits for another one in the cockpit's own exchanges; then an error
             says who is missing, and where it was last.
-        fsync: Wait until the disk has each file, so that what is committed outlives a loss of power.
         storage_options: Options of fsspec for a URL: credentials, endpoint.
+        store_options: How long rows wait for the store, how long anybody waits for it, and how much is kept
+            meanwhile; see :class:`StoreOptions`.
+        flat: Options of the store by themselves, as in earlier releases (``flush_seconds=5``); with a warning.
         sinks: Where rank 0 shows numbers and histograms live, beside the store: ``TensorBoard``, ``WandB`` of
             ``distcockpit.sinks``.
 
@@ -147,19 +139,14 @@ class DistCockpit(Joinable):
         track_batchnorm: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_error: str = "warn",
-        flush_seconds: float = 30.0,
-        flush_rows: int = 4096,
-        queue_steps: int = 1024,
-        wait_seconds: float = 1.0,
-        unwritten_budget: int | str = "256MiB",
-        store_seconds: float = 30.0,
-        lock_seconds: float = 60.0,
         timeout_seconds: float = 1800.0,
-        fsync: bool = False,
         sinks: Sequence[Sink] = (),
         storage_options: Mapping[str, Any] | None = None,
+        store_options: StoreOptions = StoreOptions(),  # noqa: B008 - frozen
+        **flat: Any,
     ) -> None:
         super().__init__()
+        options = options_of_store(store_options, flat, type(self))
         self.model = model
         self._session: Session | None = None
         self._tracked: TrackedStep | None = None  # the latest
@@ -170,10 +157,10 @@ class DistCockpit(Joinable):
         if process_group is None and self._ddp is not None:
             process_group = self._ddp.process_group
         check_seconds(
-            flush_seconds=flush_seconds,
-            wait_seconds=wait_seconds,
-            store_seconds=store_seconds,
-            lock_seconds=lock_seconds,
+            flush_seconds=options.flush_seconds,
+            wait_seconds=options.wait_seconds,
+            store_seconds=options.store_seconds,
+            lock_seconds=options.lock_seconds,
             timeout_seconds=timeout_seconds,
         )
         world = World(process_group, timeout_seconds)
@@ -183,10 +170,9 @@ class DistCockpit(Joinable):
             check_choice("fallback", fallback, FALLBACK)
             check_options(grad_scaler, track_batchnorm, batch_dim)
             check_sinks(sinks)
-            check_counts(flush_rows=flush_rows, queue_steps=queue_steps)
+            check_counts(flush_rows=options.flush_rows, queue_steps=options.queue_steps)
             budget = memory_in_bytes("memory_budget", memory_budget)
-            unwritten = memory_in_bytes("unwritten_budget", unwritten_budget)
-            pace = Pace(flush_seconds, flush_rows, queue_steps, wait_seconds, store_seconds)
+            unwritten = memory_in_bytes("unwritten_budget", options.unwritten_budget)
             name = check_store(store)
             bare = bare_module(model)
             optimizers = named_optimizers(optimizer)
@@ -199,8 +185,8 @@ class DistCockpit(Joinable):
             chosen, missing = available(chosen, bare, loss_fn, optimizers, mixing)
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
-        options = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
-        difference = first_difference(world.all_gather_object(description(facts, chosen, loss_fn, **options)))
+        said = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
+        difference = first_difference(world.all_gather_object(description(facts, chosen, loss_fn, **said)))
         if difference is not None:
             raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
         setup = Setup(
@@ -228,7 +214,7 @@ class DistCockpit(Joinable):
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
-                keys = keys_of(store, storage_options, store_seconds, fsync)
+                keys = keys_of(store, storage_options, options.store_seconds, options.fsync)
                 told, here = (
                     attributes(setup, Attribution(setup, cover).coverage()),
                     segment(world.size, hosts),
@@ -237,9 +223,9 @@ class DistCockpit(Joinable):
                     for sink in sinks:  # before there is a store, which would be in the way of the next try
                         sink.start()
                         started.callback(sink.close)
-                    run = RunStore(keys, mode, groups, told, here, lock_seconds, unwritten)
+                    run = RunStore(keys, mode, groups, told, here, options.lock_seconds, unwritten)
                     started.pop_all()
-                recorder = Recorder(run, pace, facts, sinks)
+                recorder = Recorder(run, options, facts, sinks)
                 announce(chosen, groups, name, world.size)
                 for why in missing:
                     logger.warning("distcockpit: %s", why)

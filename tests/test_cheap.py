@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import everything
 from waiting import HANG
 
-from distcockpit import DistCockpit, every, open_run, presets
+from distcockpit import DistCockpit, StoreOptions, every, open_run, presets
 from distcockpit import quantities as q
 from distcockpit.gradients import kernels
 from distcockpit.gradients.convolution import ConvolutionRule
@@ -128,7 +128,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: Any) -
         waited.append(is_over.wait(HANG))
         put(self, items)
 
-    options = {"quantities": "economy", "schedule": every(1), "flush_seconds": 1e-3}
+    options = {"quantities": "economy", "schedule": every(1), "store_options": StoreOptions(flush_seconds=1e-3)}
     with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "r", **options) as cockpit:
         monkeypatch.setattr(FolderKeys, "put", hangs)
         for step in range(steps):

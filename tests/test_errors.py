@@ -16,7 +16,7 @@ import torch
 from ranks import Ranks
 from torch import nn
 
-from distcockpit import DistCockpit, every, logspaced, open_run, presets
+from distcockpit import DistCockpit, StoreOptions, every, logspaced, open_run, presets
 from distcockpit.quantities import (
     Alpha,
     GradAbsMax,
@@ -188,7 +188,7 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
             CE(),
             store="s3://bucket/run",
             storage_options={"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"},
-            store_seconds=2,
+            store_options=StoreOptions(store_seconds=2),
         ),
         OSError,
         ["'s3://bucket/run'", "could not be written"],
@@ -564,3 +564,14 @@ def test_sums_of_different_shapes(ranks: Ranks, tmp_path: Path, since: int) -> N
         else:
             assert "different steps: rank 0 tracks step 3, rank 1 compares the sums of step 2" in said[-1]
     ranks.stop(kill=True)
+
+
+def test_options_of_the_store_by_themselves_work_with_a_warning(tmp_path: Path) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match=r"store_options=StoreOptions\(flush_seconds=7, fsync=True\)"),
+        DistCockpit(cases.initialised("mlp"), store=tmp_path / "run", flush_seconds=7, fsync=True) as cockpit,
+    ):
+        cockpit.log(0, a=1.0)
+    assert open_run(tmp_path / "run")["log"]["a"].values == [1.0]
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="flush_rows=0"):
+        DistCockpit(cases.initialised("mlp"), store=tmp_path / "other", flush_rows=0)

@@ -82,8 +82,8 @@ def rows(tmp_path: Path, name: str = "loss") -> list[int]:
     return list(open_run(tmp_path / "run")[name]["step"].values)
 
 
-SHORT = {"timeout_seconds": 45, "flush_seconds": 1000}
-LONG = {"timeout_seconds": 10**6, "flush_seconds": 1000}
+SHORT = {"timeout_seconds": 45, "store_options": {"flush_seconds": 1000}}
+LONG = {"timeout_seconds": 10**6, "store_options": {"flush_seconds": 1000}}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
 
 def test_all_ranks_are_killed(tmp_path: Path) -> None:
     """As when a job is killed with its nodes; the same command resumes it, here from no checkpoint at all."""
-    options: dict[str, Any] = {"cockpit": {"mode": "a", "flush_seconds": 0.1}, "pause": 0.05}
+    options: dict[str, Any] = {"cockpit": {"mode": "a", "store_options": {"flush_seconds": 0.1}}, "pause": 0.05}
     with job(tmp_path, 2, steps=10**6, **options) as workers:
         workers[0].wait_for("step 20")
         for worker in workers:
@@ -160,7 +160,9 @@ def test_sigterm(tmp_path: Path, stuck: bool) -> None:
 
 
 def test_a_handler_of_the_user_still_runs(tmp_path: Path) -> None:
-    with job(tmp_path, 1, steps=10**6, pause=0.05, user_handler=True, cockpit={"flush_seconds": 1000}) as (worker,):
+    with job(
+        tmp_path, 1, steps=10**6, pause=0.05, user_handler=True, cockpit={"store_options": {"flush_seconds": 1000}}
+    ) as (worker,):
         worker.wait_for("step 2")
         worker.process.send_signal(signal.SIGTERM)
         assert worker.ends() == 7
@@ -173,7 +175,7 @@ def test_elastic_restart_resumes_the_store(tmp_path: Path) -> None:
         "steps": 12,
         "every_checkpoint": 4,
         "faults": {"1": ["kill", 7]},
-        "cockpit": {"mode": "a", "flush_seconds": 0.1},
+        "cockpit": {"mode": "a", "store_options": {"flush_seconds": 0.1}},
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     command += [str(WORKER), str(tmp_path / "run"), json.dumps(options)]

@@ -21,14 +21,14 @@ import zarr
 from torch import nn
 from waiting import run_program, until
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, StoreOptions, every, open_run
 from distcockpit.presets import full
 from distcockpit.quantities import Alpha, GradHist2d, MeanGSNR
 from distcockpit.store import run_store as writing
 from distcockpit.store.keys import FolderKeys
 from distcockpit.store.run_store import RunStore
 from distcockpit.store.schema import Field, Group
-from distcockpit.store.writer import Job, Pace, Writer
+from distcockpit.store.writer import Job, Writer
 
 AT = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 NOTHING = {"parameters": {}, "config": {}}
@@ -137,7 +137,7 @@ def test_names_that_appear_late_are_nan_before(tmp_path: Path, monkeypatch: pyte
 def test_a_failed_commit_is_tried_again_with_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file stands where a chunk must go, then the way is free."""
     run = run_store(tmp_path / "run", {"a": Group({"x": Field()})}, {})
-    writer = Writer(run, Pace(flush_seconds=1000))
+    writer = Writer(run, StoreOptions(flush_seconds=1000))
     obstacle = tmp_path / "run/a/x/c"
     obstacle.write_text("in the way")
     for step in range(3):
@@ -200,7 +200,7 @@ def test_latest_and_flush(tmp_path: Path) -> None:
 
 def test_rows_arrive_without_a_flush(tmp_path: Path) -> None:
     net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
-    options = {"quantities": [MeanGSNR()], "schedule": every(1), "flush_seconds": 0.2}
+    options = {"quantities": [MeanGSNR()], "schedule": every(1), "store_options": StoreOptions(flush_seconds=0.2)}
     with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         x, y = cases.data("mlp", "mean", 0)
         with cockpit.track(0):

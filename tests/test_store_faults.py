@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Generator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from stores import S3, Place
 from torch import nn
 from waiting import HANG, run_program, until
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, StoreOptions, every, open_run
 from distcockpit.quantities import GradHist2d, Loss
 from distcockpit.run import verify
 from distcockpit.store import run_store as store_module
 from distcockpit.store.keys import FolderKeys
 from distcockpit.store.run_store import RunStore
 from distcockpit.store.schema import Field, Group
-from distcockpit.store.writer import Job, Pace, Writer
+from distcockpit.store.writer import Job, Writer
 
 CE = nn.CrossEntropyLoss
-QUICK = {"quantities": [Loss()], "schedule": every(1), "store_seconds": HANG, "flush_seconds": 0.2}
+QUICK = {"quantities": [Loss()], "schedule": every(1)}
+QUICKLY = {"store_seconds": HANG, "flush_seconds": 0.2}
 
 
 SOON = 5.0  # seconds after which a store that hangs is given up
@@ -39,7 +41,10 @@ class Loop:
 
     def __init__(self, where: Place, **options: Any) -> None:
         self.net, self.loss_fn, self.step = cases.initialised("mlp"), CE(), 0
-        self.cockpit = DistCockpit(self.net, self.loss_fn, **where.for_cockpit, **{**QUICK, **options})
+        names = {each.name for each in fields(StoreOptions)}
+        of_store = StoreOptions(**{**QUICKLY, **{name: options.pop(name) for name in names & options.keys()}})
+        given = {**QUICK, **options, "store_options": of_store}
+        self.cockpit = DistCockpit(self.net, self.loss_fn, **where.for_cockpit, **given)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -203,7 +208,7 @@ def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
     keys.gate, keys.waits = threading.Event(), threading.Event()
     keys.gate.set()
     store = RunStore(keys, "w-", {"a": Group({"x": Field()})}, {"parameters": {}, "config": {}})
-    writer = Writer(store, Pace(flush_seconds=1e-3, queue_steps=4, wait_seconds=0.5))
+    writer = Writer(store, StoreOptions(flush_seconds=1e-3, queue_steps=4, wait_seconds=0.5))
     at = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 
     def submit(step: int) -> None:
@@ -237,7 +242,7 @@ def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
 def test_sums_that_do_not_come_hold_back_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rank stalls, or an accelerator is broken: what was finished before is committed, and what follows goes on."""
     store = RunStore(FolderKeys(tmp_path / "run"), "w-", {"a": Group({"x": Field()})}, {"parameters": {}, "config": {}})
-    writer = Writer(store, Pace(flush_seconds=0.3))
+    writer = Writer(store, StoreOptions(flush_seconds=0.3))
     at, stalls, broken = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}, threading.Event(), threading.Event()
     appended: list[int] = []
 
@@ -322,11 +327,11 @@ def test_on_a_store_of_another_kind_nothing_is_lost_at_exit(s3: S3) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import cases
 from torch import nn
-from distcockpit import DistCockpit, every
+from distcockpit import DistCockpit, StoreOptions, every
 from distcockpit.quantities import Loss
 net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
 cockpit = DistCockpit(net, loss_fn, store={where.store!r}, storage_options={where.options!r}, schedule=every(1),
-                      quantities=[Loss()], flush_seconds=1000)
+                      quantities=[Loss()], store_options=StoreOptions(flush_seconds=1000))
 for step in range(3):
     x, y = cases.data("mlp", "mean", step)
     with cockpit.track(step):

@@ -133,7 +133,7 @@ def test_who_imports_which_package() -> None:
 
 
 PUBLIC = {
-    "distcockpit": "DistCockpit every logspaced open_run presets quantities",
+    "distcockpit": "DistCockpit StoreOptions every logspaced open_run presets quantities",
     "distcockpit.quantities": "CABS Alpha CompressionError Distance EarlyStopping Field GradAbsMax GradHist1d "
     "GradHist2d GradNorm GradientActivation GradientGeometry GradientNoiseScale Group HessMaxEV HessTrace InnerTest "
     "LearningRate LocalBatch Loss MeanGSNR Model Needs NormTest OrthoTest OutputActivation OutputGradientGeometry "

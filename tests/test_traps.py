@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from waiting import run_program
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, StoreOptions, every, open_run
 from distcockpit.capture.coverage import SLOW
 from distcockpit.quantities import Alpha, GradHist1d, HessTrace, Loss, MeanGSNR, OutputGradientGeometry, Quantity
 from distcockpit.store.keys import FolderKeys
@@ -515,8 +515,11 @@ def test_what_log_and_track_refuse(tmp_path: Path, call: Any, words: str) -> Non
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"flush_seconds": "a"}, "flush_seconds='a'"),
-        ({"flush_seconds": -1}, "flush_seconds=-1"),
+        ({"store_options": StoreOptions(flush_seconds="a")}, "flush_seconds='a'"),
+        ({"store_options": StoreOptions(flush_seconds=-1)}, "flush_seconds=-1"),
+        ({"store_options": 3}, "store_options=3: must be a StoreOptions"),
+        ({"flush_second": 3}, r"no argument 'flush_second'. Did you mean 'flush_seconds'"),
+        ({"quantity": 3}, r"no argument 'quantity'. Did you mean 'quantities'"),
         ({"grad_scaler": 3}, "grad_scaler=3"),
         ({"track_batchnorm": "no"}, "track_batchnorm='no'"),
         ({"include": "0"}, "include='0'"),

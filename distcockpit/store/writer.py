@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -23,25 +24,6 @@ PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waki
 POLL_SECONDS = 0.01  # between two looks at sums that are not there yet
 GRACE_SECONDS = 2.0  # for sums that are on their way when the run ends in disorder
 AGAIN_SECONDS = 1.0  # between two attempts of something that must not fail
-
-
-@dataclass(frozen=True)
-class Pace:
-    """When rows are written, and how long anybody waits.
-
-    Args:
-        flush_seconds: Longest time between two commits while rows wait.
-        flush_rows: Most rows that wait for a commit.
-        queue_steps: Tracked steps that may wait for the thread.
-        wait_seconds: Longest time that a step waits for a full queue.
-        store_seconds: Longest time to wait for the store at a flush and at the end.
-    """
-
-    flush_seconds: float = 30.0
-    flush_rows: int = 4096
-    queue_steps: int = 1024
-    wait_seconds: float = 1.0
-    store_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -66,12 +48,12 @@ class Writer:
 
     Args:
         store: The run's store.
-        pace: When to write.
+        options: When to write, and how long to wait.
     """
 
-    def __init__(self, store: RunStore, pace: Pace) -> None:
-        self._store, self._pace = store, pace
-        self._jobs: queue.Queue[Job | None] = queue.Queue(pace.queue_steps)
+    def __init__(self, store: RunStore, options: StoreOptions) -> None:
+        self._store, self._options = store, options
+        self._jobs: queue.Queue[Job | None] = queue.Queue(options.queue_steps)
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
         self._hurry = threading.Event()
@@ -94,7 +76,7 @@ class Writer:
             return
         try:
             # A step waits once. While the thread stays behind, the next ones do not.
-            self._jobs.put(job, not self._is_dropping, self._pace.wait_seconds)
+            self._jobs.put(job, not self._is_dropping, self._options.wait_seconds)
             self._is_dropping = False
         except queue.Full:
             self._dropped += job.rows
@@ -103,10 +85,10 @@ class Writer:
                     "distcockpit: %s takes rows too slowly; %d tracked steps wait, and new rows are dropped until it "
                     "has caught up. The attribute dropped_rows of the store counts them.",
                     self._store.name,
-                    self._pace.queue_steps,
+                    self._options.queue_steps,
                 )
             self._is_dropping = True
-        if self._jobs.qsize() >= self._pace.queue_steps // 4:
+        if self._jobs.qsize() >= self._options.queue_steps // 4:
             self._hurry.set()
 
     def flush(self) -> bool:
@@ -121,10 +103,10 @@ class Writer:
             done.set()
             return False
 
-        deadline = time.monotonic() + self._pace.store_seconds
+        deadline = time.monotonic() + self._options.store_seconds
         self._commit_now.set()
         try:
-            self._jobs.put(Job(job), timeout=self._pace.store_seconds)
+            self._jobs.put(Job(job), timeout=self._options.store_seconds)
         except queue.Full:
             return False
         while not done.wait(0.1) and self._thread.is_alive() and time.monotonic() < deadline:
@@ -143,10 +125,10 @@ class Writer:
         self._closed, self._last_state = True, state
         if not wait_for_ranks:
             self._deadline = time.monotonic() + GRACE_SECONDS
-        ends = time.monotonic() + self._pace.store_seconds
+        ends = time.monotonic() + self._options.store_seconds
         try:
             self._hurry.set()
-            self._jobs.put(None, timeout=self._pace.store_seconds)
+            self._jobs.put(None, timeout=self._options.store_seconds)
             while self._thread.is_alive() and time.monotonic() < ends:
                 self._hurry.set()
                 self._thread.join(0.05)
@@ -172,7 +154,7 @@ class Writer:
     def _run(self) -> None:
         waiting, failed = False, False
         while True:
-            due = self._last_commit + self._pace.flush_seconds - time.monotonic() if waiting else float("inf")
+            due = self._last_commit + self._options.flush_seconds - time.monotonic() if waiting else float("inf")
             was_idle = self._jobs.empty()
             job: Job | None = None
             try:
@@ -190,7 +172,7 @@ class Writer:
             commit_due = job is not None and self._do(job)
             self._in_hand = 0
             waiting = waiting or job is not None
-            many = commit_due or self._store.unwritten_rows >= self._pace.flush_rows
+            many = commit_due or self._store.unwritten_rows >= self._options.flush_rows
             if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time
                 waiting = failed = not self._commit()
         if not self._commit(self._last_state):
@@ -238,7 +220,7 @@ class Writer:
 
     @property
     def _is_late(self) -> bool:
-        return time.monotonic() - self._last_commit >= self._pace.flush_seconds
+        return time.monotonic() - self._last_commit >= self._options.flush_seconds
 
     def lose(self, rows: int) -> None:
         """Count rows that are lost."""

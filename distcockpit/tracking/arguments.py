@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib.metadata
+import inspect
 import operator
 import platform
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -25,6 +29,7 @@ from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule, every
 from distcockpit.sinks import Sink
+from distcockpit.store.options import StoreOptions
 from distcockpit.store.schema import NAME
 from distcockpit.tracking.active import of_individual_gradients
 from distcockpit.tracking.agreed import Setup
@@ -239,6 +244,37 @@ def check_sinks(sinks: object) -> None:
     """
     if not isinstance(sinks, list | tuple) or not all(isinstance(sink, Sink) for sink in sinks):
         raise TypeError(f"sinks={sinks!r}: must be a list of sinks, such as [TensorBoard('runs/tensorboard')].")
+
+
+def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> StoreOptions:
+    """The options of the store, together with those that are given by themselves.
+
+    Args:
+        options: What the user gave as such.
+        flat: Keywords that are no arguments.
+        taking: The class that takes them.
+
+    Raises:
+        TypeError: If these are none.
+    """
+    if not isinstance(options, StoreOptions):
+        raise TypeError(f"store_options={options!r}: must be a StoreOptions, such as StoreOptions(flush_seconds=5).")
+    known = [each.name for each in dataclasses.fields(StoreOptions)]
+    for name in flat:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*inspect.signature(taking).parameters, *known], 1)
+            raise TypeError(
+                f"{taking.__name__}() has no argument {name!r}.{f' Did you mean {close[0]!r}?' if close else ''}"
+            )
+    if flat:
+        given = ", ".join(f"{name}={value!r}" for name, value in flat.items())
+        warnings.warn(
+            f"DistCockpit({given}): give options of the store as store_options=StoreOptions({given}). The keywords by "
+            "themselves go with the next release.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return dataclasses.replace(options, **flat)
 
 
 def check_seconds(**options: object) -> None:

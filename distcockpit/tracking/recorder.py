@@ -13,9 +13,10 @@ import numpy as np
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.sinks import Histogram, Sink, numbers_of
+from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import RunStore
 from distcockpit.store.schema import Group
-from distcockpit.store.writer import Job, Pace, Writer
+from distcockpit.store.writer import Job, Writer
 from distcockpit.tracking.packed import Layout
 from distcockpit.tracking.signals import Terminated
 from distcockpit.tracking.userlog import LogEntry
@@ -64,14 +65,14 @@ class Recorder:
 
     Args:
         store: The run's store.
-        pace: When to write.
+        options: When to write, and how long to wait.
         model: Facts about the model.
         sinks: Where rows go beside the store.
     """
 
-    def __init__(self, store: RunStore, pace: Pace, model: Model, sinks: Sequence[Sink] = ()) -> None:
-        self._sinks, self._patience = list(sinks), pace.store_seconds
-        self._writer = Writer(store, pace)
+    def __init__(self, store: RunStore, options: StoreOptions, model: Model, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks, self._patience = list(sinks), options.store_seconds
+        self._writer = Writer(store, options)
         self._terminated = Terminated(self._writer.flush)
         self._latest: dict[str, dict[str, Any]] = {}
         self._model = model

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, StoreOptions, every, open_run
 from distcockpit import quantities as q
 from distcockpit.run import verify
 from distcockpit.store import run_store as store_module
@@ -68,7 +68,12 @@ def train(store: str, checkpoint: str, steps: int, opening: Any, stepping: Any) 
 
     store_module.RunStore.append = journaled  # type: ignore[method-assign]
     opening.set()
-    options = {"quantities": chosen(), "schedule": every(1), "mode": "a", "flush_seconds": 0.02}
+    options = {
+        "quantities": chosen(),
+        "schedule": every(1),
+        "mode": "a",
+        "store_options": StoreOptions(flush_seconds=0.02),
+    }
     with DistCockpit(net, loss_fn, optimizer, store=store, **options) as cockpit:
         first = 0
         if Path(checkpoint).exists():

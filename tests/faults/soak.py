@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every, open_run, presets
+from distcockpit import DistCockpit, StoreOptions, every, open_run, presets
 from distcockpit.quantities import GradAbsMax, GradHist1d, GradientGeometry, MeanGSNR
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         quantities=chosen,
         schedule=every(1),
         mode="w",
-        flush_seconds=5,
+        store_options=StoreOptions(flush_seconds=5),
     ) as cockpit:
         step, going = 0, torch.ones(())
         while going:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every
+from distcockpit import DistCockpit, StoreOptions, every
 from distcockpit.quantities import GradHist1d, HessTrace, Loss, MeanGSNR, UpdateSize
 from distcockpit.store import writer
 from distcockpit.tracking import signals
@@ -47,6 +47,7 @@ def main() -> None:
         model = DistributedDataParallel(net) if options.get("ddp", True) else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     settings = {"schedule": every(1), "timeout_seconds": 600, **options.get("cockpit", {})}
+    settings["store_options"] = StoreOptions(**settings.get("store_options", {}))
     checkpoint = Path(options.get("checkpoint", store + ".pt"))
     quantities = [Loss(), MeanGSNR(), GradHist1d(bins=20), UpdateSize()]
     quantities += [HessTrace()] if options.get("slow") else []
