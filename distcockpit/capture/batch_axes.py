@@ -185,6 +185,7 @@ class BatchAxes:
         finally:
             for handle in handles:
                 handle.remove()
+            batch.clear()  # which `note` and the watch, that know each other, would keep alive
 
     def _give_up(self, why: str) -> None:
         self.failed = True
