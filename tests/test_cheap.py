@@ -204,12 +204,12 @@ def test_what_is_formed_once_serves_all_walks(tmp_path: Path, monkeypatch: Any) 
         asked.append(use.layer.path)
         return blocks(rule, use, names, values)
 
-    def counted_along(rule: Any, use: Any, direction: Any, along: Any = ConvolutionRule.along) -> Any:
+    def counted_jvp(rule: Any, use: Any, direction: Any, jvp: Any = ConvolutionRule.jvp) -> Any:
         asked.append(f"along {use.layer.path}")
-        return along(rule, use, direction)
+        return jvp(rule, use, direction)
 
     monkeypatch.setattr(ConvolutionRule, "blocks", counted)
-    monkeypatch.setattr(ConvolutionRule, "along", counted_along)
+    monkeypatch.setattr(ConvolutionRule, "jvp", counted_jvp)
     panel = [q.Alpha(), q.OrthoTest(), q.InnerTest(), q.NormTest(), q.GradHist1d(), q.MeanGSNR()]
     rows, calls, first = {}, {}, 5 * 4 * (4 * 2 * 9 + 4)  # bytes of all individual gradients of the first layer
     for budget in ("256MiB", first, 1):
