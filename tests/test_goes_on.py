@@ -250,6 +250,34 @@ def test_an_evaluation_in_another_thread(tmp_path: Path, where: int) -> None:
     np.testing.assert_allclose(run["norm_test"]["norm_test"], plain[:1], rtol=1e-5)
 
 
+def test_a_call_in_another_thread_outlives_the_step(tmp_path: Path) -> None:
+    """It meets hooks of a step that holds nothing any more, and returns and differentiates what it would have."""
+    net, began, ended = mlp(), threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, *_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert ended.wait(60)
+
+    net[0].register_forward_pre_hook(wait)
+    x, y = data(0)
+    expected = net(x)
+    with (
+        DistCockpit(net, store=tmp_path / "run", quantities=["economy"], schedule=every(1)) as cockpit,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with cockpit.track(0):
+            F.cross_entropy(cockpit(x), y).backward()
+            late = pool.submit(lambda: net(x))
+            assert began.wait(60)
+        ended.set()
+        output = late.result(60)
+        assert torch.equal(output, expected)
+        output.sum().backward()
+        with cockpit.track(1):
+            F.cross_entropy(cockpit(x), y).backward()
+
+
 class Unknown(nn.Module):
     """No module that diagonals of the curvature could be taken of."""
 
