@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zarr.abc.store import Store
 
@@ -20,6 +19,7 @@ from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage
 from distcockpit.capture.layers import batchnorms, find_layers, problem_of_batchnorm
 from distcockpit.capture.wrapped import wrappers
+from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
 from distcockpit.schedules import Schedule, every
 from distcockpit.sinks import Sink
@@ -27,7 +27,6 @@ from distcockpit.store.keys import check_store, keys_of
 from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import MODES, RunStore
 from distcockpit.tracking import checkpoint
-from distcockpit.tracking.agreed import Setup, model_facts
 from distcockpit.tracking.announcement import announce
 from distcockpit.tracking.arguments import (
     Optimizers,
@@ -52,10 +51,10 @@ from distcockpit.tracking.arguments import (
     options_of_store,
     segment,
 )
-from distcockpit.tracking.attribution import Attribution
-from distcockpit.tracking.join import Shadow
 from distcockpit.tracking.recorder import Recorder
 from distcockpit.tracking.session import Session
+from distcockpit.tracking.setup import Setup, model_facts
+from distcockpit.tracking.shadow import JoinableCockpit
 from distcockpit.tracking.step import TrackedStep
 from distcockpit.world import World, first_difference
 
@@ -65,7 +64,7 @@ ON_ERROR = ("warn", "raise")
 FALLBACK = ("warn", "error")
 
 
-class DistCockpit(Joinable):
+class DistCockpit(JoinableCockpit):
     """Watches a training run: on scheduled steps, statistics of the individual gradients of all ranks' samples.
 
     Wrap the model and call it through the cockpit; nothing else about the training changes. Every rank of the
@@ -215,10 +214,7 @@ class DistCockpit(Joinable):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
                 keys = keys_of(store, storage_options, options.store_seconds, options.fsync)
-                told, here = (
-                    attributes(setup, Attribution(setup, cover).coverage()),
-                    segment(world.size, hosts),
-                )
+                told, here = attributes(setup, cover), segment(world.size, hosts)
                 with ExitStack() as started:
                     for sink in sinks:  # before there is a store, which would be in the way of the next try
                         sink.start()
@@ -230,7 +226,7 @@ class DistCockpit(Joinable):
                 for why in missing:
                     logger.warning("distcockpit: %s", why)
         first = world.all_gather_object(None if run is None else run.first_step)[0]
-        self._session = Session(setup, recorder, Attribution(setup, cover), holds_from=first)
+        self._session = Session(setup, recorder, cover, Notices() if recorder is None else recorder.notices, first)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -244,7 +240,7 @@ class DistCockpit(Joinable):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self._session.close(orderly=kind is None)
+            self._session.shutdown.close(orderly=kind is None)
 
     def track(
         self,
@@ -379,42 +375,17 @@ class DistCockpit(Joinable):
         if self._session is not None and state_dict:
             checkpoint.load(self._session, state_dict)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``with Join([ddp, cockpit]):``, in either order: a rank that has run out of data contributes nothing."""
-        if self._session is not None:
-            self._session.joins = True
-        return Shadow(self._session)
-
     @property
-    def join_device(self) -> torch.device:
-        """That of the DDP model."""
-        return self._joined().join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """That of the DDP model."""
-        return self._joined().join_process_group
-
-    def _joined(self) -> DistributedDataParallel:
+    def _ddp_model(self) -> DistributedDataParallel:
         if self._ddp is None:
             raise TypeError(
                 f"model={type(self.model).__name__}: Join needs a cockpit around DistributedDataParallel; wrap it."
             )
         return self._ddp
 
-    def _let_ddp_notify(self) -> None:
-        """`Join` lets the first joinable tell of each iteration. The DDP model knows best when one begins.
-
-        Raises:
-            RuntimeError: If the DDP model is not one of the joinables.
-        """
-        mine: Any = self._join_config
-        if not (mine.enable and mine.is_first_joinable):
-            return
-        if not self._joined()._join_config.enable:
-            raise RuntimeError("Join([cockpit]): the DDP model is missing. Write `with Join([ddp, cockpit]):`.")
-        self._joined()._join_config = mine
-        self._join_config = mine._replace(is_first_joinable=False)
+    @property
+    def _joining_session(self) -> Session | None:
+        return self._session
 
     def flush(self) -> None:
         """Wait until everything finished so far is in the store."""
@@ -424,7 +395,7 @@ class DistCockpit(Joinable):
     def close(self) -> None:
         """Finish the run: write everything and mark the store as closed. Every rank calls it; twice is harmless."""
         if self._session is not None:
-            self._session.close(orderly=True)
+            self._session.shutdown.close(orderly=True)
 
 
 @contextmanager

@@ -25,8 +25,9 @@ def test_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.begin()
         after(4)  # forward and backward
         clock.end()
-        after(8)  # own work, the wait for others among it
-        clock.wait += wait
+        after(8 - wait)  # own work, and the wait for others
+        with clock.waiting():
+            after(wait)
         times = clock.times(3.0, Traffic())
         after(16)  # sums, which are told of no more
         clock.leave()

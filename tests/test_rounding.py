@@ -18,7 +18,7 @@ from distcockpit import quantities as q
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.rounding import RoundedNorms
 from distcockpit.gradients.statistics import GradientSum
-from distcockpit.tracking import pooling
+from distcockpit.tracking import buckets
 
 N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
 
@@ -52,22 +52,23 @@ def train(
     x, again, said = noisy(noise), [], "nothing"
     net, loss_fn = Net(scale), nn.L1Loss()
     model = net if group is None else DistributedDataParallel(net, process_group=group)
-    original, first = pooling._sum_exactly, sum(shards[:rank])
+    first = sum(shards[:rank])
+    original, original_walk = buckets.BucketWalk.sum_exactly, buckets.walk
+    is_again = False
 
-    def sum_exactly(names: list[str], *args: Any) -> None:
+    def sum_exactly(self: buckets.BucketWalk, names: list[str], *args: Any) -> None:
+        nonlocal is_again
         again.append(names)
-        if fails == "meanwhile" and rank == 1:
-            args[2].expect_more(net.wide.weight.numel())
-            raise MemoryError("no memory for blocks")
-        original(names, *args)
+        is_again = True
+        original(self, names, *args)
+        is_again = False
 
-    def summed(*args: Any) -> Any:
-        if fails == "before" and rank == 1:
+    def walk(*args: Any) -> int:
+        if rank == 1 and (fails == "before" or (fails == "meanwhile" and is_again)):
             raise MemoryError("no memory for blocks")
-        return original_summed(*args)
+        return original_walk(*args)
 
-    original_summed, pooling._summed = pooling._summed, summed
-    pooling._sum_exactly = sum_exactly
+    buckets.BucketWalk.sum_exactly, buckets.walk = sum_exactly, walk
     mine = x[first : first + shards[rank]]
     chosen = [q.NormTest(), q.InnerTest(), q.OrthoTest(), q.GradientNoiseScale(), q.RankDisagreement()]
     cockpit = DistCockpit(model, loss_fn, store=store, quantities=chosen, schedule=every(1))
@@ -80,7 +81,7 @@ def train(
     else:
         cockpit.close()
     finally:
-        pooling._sum_exactly, pooling._summed = original, original_summed
+        buckets.BucketWalk.sum_exactly, buckets.walk = original, original_walk
     return {"again": again, "said": said}
 
 
@@ -135,7 +136,7 @@ def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float
 
 def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check is for: without it the noise of 1e-4 is gone."""
-    monkeypatch.setattr(pooling, "doubtful", lambda *_: [])
+    monkeypatch.setattr(buckets, "doubtful", lambda *_: [])
     train(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
     with pytest.raises(AssertionError):
         compare(tmp_path / "run", 1e-4, [N])

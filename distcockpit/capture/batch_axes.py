@@ -7,10 +7,9 @@ from B to B + 1 with the batch is the batch axis; an output that stays as it is 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +25,6 @@ from distcockpit.gradients.functions import Functions, Watch, called_with, watch
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
 from distcockpit.replay.module_state import ModuleStates
 from distcockpit.replay.trees import map_tensors, tensors
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,11 @@ class BatchAxes:
     Args:
         batch_dim: The batch axis of the model's inputs; that of outputs where the model cannot be called with one
             sample more.
+        say: Says something once, by its topic.
     """
 
-    def __init__(self, batch_dim: int = 0) -> None:
-        self.batch_dim = batch_dim
+    def __init__(self, batch_dim: int, say: Callable[[str, str], None]) -> None:
+        self.batch_dim, self._say = batch_dim, say
         self.failed = False  # whether the model could not be called with one sample more
         self.is_settled = False  # whether another look would teach nothing
         self._known: dict[str, list[tuple[int | Merged | None, ...]]] = {}  # by module, one entry per call
@@ -189,10 +187,10 @@ class BatchAxes:
 
     def _give_up(self, why: str) -> None:
         self.failed = True
-        logger.warning(
-            "distcockpit: the model could not be called with one sample more (%s). Which axes are the batch is taken "
-            "from their lengths.",
-            why,
+        self._say(
+            "axes",
+            f"the model could not be called with one sample more ({why}). Which axes are the batch is taken from their "
+            "lengths.",
         )
 
     def _with_one_more(self, forward: ForwardPass, only_first: bool) -> ForwardPass:

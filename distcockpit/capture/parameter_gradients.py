@@ -5,7 +5,7 @@ It is taken by hooks on the parameters, before DDP averages it over ranks, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class ParameterGradients:
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
-    def times(self, factor: float | Tensor) -> dict[str, Tensor]:
-        """All of them, times a factor, by name; zero where none arrived.
+    def times(self, factor: float | Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of these parameters, times a factor, by name; zero where none arrived.
 
         A factor of zero makes zeros of elements that are not finite, too.
         """
@@ -47,7 +47,7 @@ class ParameterGradients:
             is_one = known is not None and abs(known - 1) < ROUNDING
             return gradient if is_one else gradient * factor  # new memory costs more than the product
 
-        return {name: scaled(name, parameter) for name, parameter in self._parameters.items()}
+        return {name: scaled(name, self._parameters[name]) for name in names}
 
     def added(self, name: str) -> Tensor:
         """What the step added to ``.grad``, float64, in the shape of the parameter.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,14 +19,13 @@ from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
 from distcockpit.replay.trees import map_tensors, tensors
 
-logger = logging.getLogger(__name__)
-
 
 def mixed_up_rows(
     captured: Sequence[Captured],
     model: nn.Module,
     layers: Sequence[Layer],
     axes: BatchAxes,
+    say: Callable[[str, str], None],
     *,
     constant_statistics: bool,
 ) -> set[tuple[str, str]]:
@@ -41,6 +39,7 @@ def mixed_up_rows(
         model: The bare module.
         layers: The layers to look at.
         axes: Where the batch is.
+        say: Says something once, by its topic.
         constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
 
     Raises:
@@ -59,7 +58,7 @@ def mixed_up_rows(
                 except Exception as error:  # the user's model, run again: anything
                     problem = f"{type(error).__name__}: {error}"
             else:
-                logger.warning("distcockpit: that rows of outputs are samples could not be checked: %s", problem)
+                say("rows", f"that rows of outputs are samples could not be checked: {problem}")
                 continue
             if mixed:
                 raise ValueError(

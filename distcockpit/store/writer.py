@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from distcockpit.notices import Notices
 from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import RunStore
 
@@ -49,10 +50,11 @@ class Writer:
     Args:
         store: The run's store.
         options: When to write, and how long to wait.
+        notices: Where to say what is wrong with the store.
     """
 
-    def __init__(self, store: RunStore, options: StoreOptions) -> None:
-        self._store, self._options = store, options
+    def __init__(self, store: RunStore, options: StoreOptions, notices: Notices) -> None:
+        self._store, self._options, self._notices = store, options, notices
         self._jobs: queue.Queue[Job | None] = queue.Queue(options.queue_steps)
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
@@ -78,16 +80,15 @@ class Writer:
             # A step waits once. While the thread stays behind, the next ones do not.
             self._jobs.put(job, not self._is_dropping, self._options.wait_seconds)
             self._is_dropping = False
+            self._notices.when_new("queue", None)
         except queue.Full:
             self._dropped += job.rows
-            if not self._is_dropping:
-                logger.warning(
-                    "distcockpit: %s takes rows too slowly; %d tracked steps wait, and new rows are dropped until it "
-                    "has caught up. The attribute dropped_rows of the store counts them.",
-                    self._store.name,
-                    self._options.queue_steps,
-                )
             self._is_dropping = True
+            self._notices.when_new(
+                "queue",
+                f"{self._store.name} takes rows too slowly; {self._options.queue_steps} tracked steps wait, and new "
+                "rows are dropped until it has caught up. The attribute dropped_rows of the store counts them.",
+            )
         if self._jobs.qsize() >= self._options.queue_steps // 4:
             self._hurry.set()
 
@@ -249,12 +250,12 @@ class Writer:
         finally:
             self._last_commit = time.monotonic()
         self.error = None
+        self._notices.when_new("store", None)
         return True
 
     def report(self, error: Exception, what: str) -> None:
         """Remember a fault until the next successful commit, and log it when it is a new one."""
-        if str(error) != str(self.error):
-            logger.warning("distcockpit: %s (%s: %s).", what, type(error).__name__, error)
+        self._notices.when_new("store", f"{what} ({type(error).__name__}: {error}).", str(error))
         self.error = error
 
 

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distcockpit.capture.coverage import Coverage
+from distcockpit.capture.cover import Cover
+from distcockpit.capture.coverage import coverage
+from distcockpit.capture.selfcheck import SelfCheck
 from distcockpit.capture.wrapped import wrappers
 from distcockpit.curvature import hutchinson
 from distcockpit.curvature.diagonals import Diagonals
@@ -32,7 +34,7 @@ from distcockpit.sinks import Sink
 from distcockpit.store.options import StoreOptions
 from distcockpit.store.schema import NAME
 from distcockpit.tracking.active import of_individual_gradients
-from distcockpit.tracking.agreed import Setup
+from distcockpit.tracking.setup import Setup
 
 REDUCTIONS = ("mean", "sum", "batchmean")
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -460,13 +462,13 @@ def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None,
         )
 
 
-def attributes(setup: Setup, table: Coverage) -> dict[str, Any]:
+def attributes(setup: Setup, cover: Cover) -> dict[str, Any]:
     """Attributes of the store's root that tell what was tracked."""
     return {
         "versions": versions(),
         "world_size": setup.world.size,
         "parameters": {name: list(shape) for name, shape in setup.facts.shapes.items()},
-        "coverage": table.attributes(),
+        "coverage": coverage(setup.bare, cover, SelfCheck(dict(setup.tracked))).attributes(),
         "config": {
             "quantities": [{"type": type(q).__name__, **q.options()} for q in setup.quantities],
             "model": type(setup.bare).__name__,

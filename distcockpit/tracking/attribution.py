@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage, coverage
 from distcockpit.capture.second_pass import mixed_up_rows, second_pass
 from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine, norm_of
-from distcockpit.tracking.agreed import Setup
+from distcockpit.tracking.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class Attribution:
     Args:
         setup: What all ranks agreed on.
         cover: The routes to begin with.
+        say: Says something once, by its topic.
         last_checked: The latest step of an earlier part of the run that confirmed its routes.
     """
 
-    def __init__(self, setup: Setup, cover: Cover, last_checked: int = -1) -> None:
-        self._setup, self.cover = setup, cover
-        self.axes = BatchAxes(setup.batch_dim)
+    def __init__(self, setup: Setup, cover: Cover, say: Callable[[str, str], None], last_checked: int = -1) -> None:
+        self._setup, self._say, self.cover = setup, say, cover
+        self.axes = BatchAxes(setup.batch_dim, say)
         self.check = SelfCheck(dict(setup.tracked), last_checked=last_checked)
 
     def adopt(self, setup: Setup) -> None:
@@ -135,7 +136,7 @@ class Attribution:
         if not names:
             return {}
         layers, scopes = self.cover.layers, self.cover.scopes
-        mixed = mixed_up_rows(captured, self._setup.bare, layers, self.axes, constant_statistics=constant)
+        mixed = mixed_up_rows(captured, self._setup.bare, layers, self.axes, self._say, constant_statistics=constant)
         failing = {name: [path for path in scopes[name] if (path, name) in mixed] for name in names}
         why = "the rows of what is computed with it are not the samples, one each"
         return {name: (why, paths) for name, paths in failing.items() if paths}

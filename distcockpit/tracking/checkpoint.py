@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distcockpit.tracking.recorder import Stamp
 from distcockpit.tracking.session import Session
-from distcockpit.tracking.update import Start
+from distcockpit.tracking.updates import Start
 from distcockpit.tracking.userlog import LogEntry
 from distcockpit.world import STATE, record_of
 
@@ -47,9 +47,9 @@ def save(session: Session) -> State:
             f"state_dict(): ranks {absent} have run out of data, and wait in Join. Call it after `with Join(...)`, or "
             "while all ranks have data."
         )
-    memory = {q.name: _kept(session.memory_of(q)) for q in quantities}
+    memory = {q.name: _kept(session.memories.of(q)) for q in quantities}
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
-    start = None if session.start is None else _start(session, session.start)
+    start = None if session.updates.start is None else _start(session, session.updates.start)
     mine = {"memory": local, "samples": start and start.pop("samples"), "riding": riding}
     by_rank = world.gather_object(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
     if start is not None:
@@ -97,7 +97,7 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
                 f"load_state_dict(): rank {rank} loads the state after step {told[0]}, rank 0 that after step "
                 f"{steps[0][0]}. Load the same checkpoint on all ranks."
             )
-    session.last_step = state["step"]
+    session.resume(state["step"], _kept(state["initial"], device) if session.keeps_initial else {})
     session.clock.go_on_from(state["elapsed"])
     same_ranks = state["world_size"] == world.size
     for q in session.setup.quantities:
@@ -105,11 +105,9 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
             kept = state["local_memory"].get(q.name, {}).get(world.rank, {}) if same_ranks else {}
         else:
             kept = state["memory"].get(q.name, {})
-        session.memory_of(q).update(_kept(kept, device))
-    if session.keeps_initial:
-        session.initial = _kept(state["initial"], device)
+        session.memories.restore(q, _kept(kept, device))
     if state["start"] is not None:
-        session.start = _started(session, state["start"], same_ranks)
+        session.updates.begin(_started(session, state["start"], same_ranks))
     if session.recorder is not None:
         session.userlog.restore([LogEntry(**entry) for entry in copy.deepcopy(state["log"])])
 
@@ -206,7 +204,7 @@ def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> li
     """
     if session.recorder is None:
         return []
-    session.hand_on_logs(at_once=True)
+    session.userlog.hand_on(at_once=True)
     session.recorder.flush()
     entries = copy.deepcopy(session.userlog.entries)
     for entry in entries.values():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from distcockpit.quantities.batch import Times
 from distcockpit.world import Traffic
@@ -17,11 +19,11 @@ class Clock:
         self._born = time.perf_counter()
         self._entered = self._began = self._ended = self._left = UNKNOWN
         self._outside = self._step = UNKNOWN
-        self.wait = 0.0  # for other ranks, in this step
+        self._wait = 0.0  # for other ranks, in this step
 
     def enter(self) -> None:
         """`track` is entered."""
-        self._entered, self.wait = time.perf_counter(), 0.0
+        self._entered, self._wait = time.perf_counter(), 0.0
         self._outside = self._entered - self._left
 
     def begin(self) -> None:
@@ -36,6 +38,15 @@ class Clock:
     def leave(self) -> None:
         """`track` is left."""
         self._left = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Generator[None, None, None]:
+        """Inside, this rank waits for others."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait += time.perf_counter() - before
 
     @property
     def elapsed(self) -> float:
@@ -65,8 +76,8 @@ class Clock:
             outside=self._outside,
             track=self._ended - self._began,
             forward=forward,
-            wait=self.wait,
-            cockpit=(self._began - self._entered) + (now - self._ended) - self.wait,
+            wait=self._wait,
+            cockpit=(self._began - self._entered) + (now - self._ended) - self._wait,
             exchanges=traffic.exchanges,
             exchanged_bytes=traffic.bytes,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.sinks import Histogram, Sink, numbers_of
@@ -21,8 +21,6 @@ from distcockpit.tracking.packed import Layout
 from distcockpit.tracking.signals import Terminated
 from distcockpit.tracking.userlog import LogEntry
 from distcockpit.world import Pending
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,11 @@ class Recorder:
 
     def __init__(self, store: RunStore, options: StoreOptions, model: Model, sinks: Sequence[Sink] = ()) -> None:
         self._sinks, self._patience = list(sinks), options.store_seconds
-        self._writer = Writer(store, options)
+        self.notices = Notices(lambda notices: self.describe({"notices": notices}, at_once=True))
+        self._writer = Writer(store, options, self.notices)
         self._terminated = Terminated(self._writer.flush)
         self._latest: dict[str, dict[str, Any]] = {}
         self._model = model
-        self._notices: dict[str, str | None] = {}
         self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; belongs to the writer's thread
 
     @property
@@ -176,7 +174,8 @@ class Recorder:
         if row is None:
             return False
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
-        self._say(quantity.name, stamp.step, quantity.notice(row, self._model))
+        notice = quantity.notice(row, self._model)
+        self.notices.when_new(quantity.name, notice and f"step {stamp.step}: {notice}", notice)
         self._latest[quantity.name] = {"step": stamp.step, **row}
         self._show(quantity.name, stamp, row)
         return commit_due
@@ -193,13 +192,8 @@ class Recorder:
                 what(sink)
             except Exception as error:  # the store has the row, and the run goes on
                 self._sinks.remove(sink)
-                logger.warning("distcockpit: %s gets no more rows: %s", type(sink).__name__, error)
-
-    def _say(self, name: str, step: int, notice: str | None) -> None:
-        """Log what a quantity has to say, when it changes."""
-        if notice is not None and self._notices.get(name) != notice:
-            logger.warning("distcockpit: step %d: %s", step, notice)
-        self._notices[name] = notice
+                name = type(sink).__name__
+                self.notices.when_new(f"sink {name}", f"{name} gets no more rows: {error}")
 
     def _record_logs(self, store: RunStore, entries: Sequence[LogEntry]) -> bool:
         commit_due = False

@@ -22,13 +22,14 @@ from distcockpit.curvature.hutchinson import quadratic_forms
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.tracking.active import Active
-from distcockpit.tracking.agreed import Setup
-from distcockpit.tracking.join import Told, no_curvature, share_state
-from distcockpit.tracking.pooling import BatchTotals, LocalCurvature, ModelState, StepInputs, observed
+from distcockpit.tracking.finish import finish
+from distcockpit.tracking.header import BatchTotals, Header, ModelState
+from distcockpit.tracking.inputs import LocalCurvature, StepInputs
+from distcockpit.tracking.local_batches import observed
 from distcockpit.tracking.recorder import Stamp
-from distcockpit.tracking.sending import send
 from distcockpit.tracking.session import Session
-from distcockpit.tracking.update import Start
+from distcockpit.tracking.setup import Setup
+from distcockpit.tracking.updates import Start
 from distcockpit.world import TRACK, RankFailed, digest, record_of
 
 
@@ -56,7 +57,7 @@ class TrackedStep:
         self._capture: Capture | None = None
         self._fault: BaseException | None = None  # why the step is not tracked
         self._mixing = ""  # why samples are mixed by batch norms
-        self._must_tell = False
+        self._is_awaited = False  # by a rank that has joined
         self._start: Start | None = None
         self._eager = ExitStack()
 
@@ -66,7 +67,7 @@ class TrackedStep:
         if self._maybe_session is not None:
             self._session = self._maybe_session
             self._previous = self._session.last_step
-            self._settled = self._session.settled
+            self._settled = self._session.is_settled
             self._session.begin(self._step)
             try:
                 with undisturbed():
@@ -106,8 +107,8 @@ class TrackedStep:
             elif self._fault is not None and kind is None:
                 self._setup.world.refuse(record_of(TRACK, self._step))
                 self._session.skip(self._step, self._fault)
-            elif self._must_tell and kind is None:
-                self._exchange(0)
+            elif self._is_awaited and kind is None:
+                self._header(0)
             if error is not None:
                 self._setup.world.note(error)
                 self._session.may_try_again(self._previous, self._start)
@@ -129,9 +130,9 @@ class TrackedStep:
     def _begin(self) -> None:
         session = self._session
         self._active = session.actives.touched(self._step)
-        is_as_it_was = not (self._active or session.start) or session.setup.is_as_it_was()
-        self._start = start = session.finish_update(self._step, is_as_it_was=is_as_it_was)
-        self._must_tell = session.must_tell(self._step)
+        is_as_it_was = not (self._active or session.updates.start) or session.setup.is_as_it_was()
+        self._start = start = session.updates.finish(self._step, is_as_it_was=is_as_it_was)
+        self._is_awaited = session.joined.wait_for_parameters(self._step, session.setup.quantities)
         if not self._active:
             return
         session.look_at_model(self._step, is_as_it_was=is_as_it_was)
@@ -143,9 +144,10 @@ class TrackedStep:
         self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if self._mixing and not self._settled:
             self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
-        self._ending = session.ending_update(self._step, start, self._active, setup.tracked, setup.loss_scale())
+        resumes, scale = session.resumes_at(self._step), setup.loss_scale()
+        self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
-        if session.keeps_values(self._starting):
+        if session.updates.needs_values(self._starting):
             self._values = {name: p.detach().clone() for name, p in setup.every.items()}
         self._versions = {name: p._version for name, p in setup.tracked.items()}
         leaves = setup.facts.leaves
@@ -160,7 +162,7 @@ class TrackedStep:
         self._capture = Capture(
             setup.bare,
             [layer for layer in attribution.cover.layers if everything or layer.parameters or layer.path in norms],
-            KnownLoss(setup.loss_fn, self._weight, setup.loss_scale() or 1.0, setup.loss_function),
+            KnownLoss(setup.loss_fn, self._weight, scale or 1.0, setup.loss_function),
             attribution.axes,
             thorough=attribution.check.is_thorough,
             output_gradients=gradients,
@@ -211,9 +213,8 @@ class TrackedStep:
         except Exception as error:
             setup.world.refuse(record_of(TRACK, self._step))
             raise _NotTracked from error
-        update, start_stamp = self._ending
         try:
-            totals, told = self._exchange(
+            header = self._header(
                 sum(c.batch_size for c in captured),
                 weight=sum(c.weight for c in captured),
                 of_sum=sum(c.scale.of_sum for c in captured),
@@ -224,30 +225,29 @@ class TrackedStep:
             )
         except RankFailed as error:
             raise _NotTracked from error
-        self._compare(totals, found, capture.objective)
-        session.agree_on_sizes(sizes)
+        self._compare(header.totals, found, capture.objective)
+        session.agreements.agree_on_sizes(sizes)
+        update, start_stamp = self._ending
         inputs = StepInputs(
             self._step,
-            totals,
+            header,
             captured,
             capture.parameter_gradients,
             self._active,
             self._starting,
             update,
             curvatures,
-            told.state,
             self._values,
             lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
         )
         try:
-            send(session, inputs, Stamp(self._step, self._epoch, time.time(), totals.n), start_stamp, told.riding)
+            finish(session, inputs, Stamp(self._step, self._epoch, time.time(), header.totals.n), start_stamp)
         except RankFailed as error:
             raise _NotTracked from error.__cause__ or error
         except BaseException:
-            # The other ranks sent their sums, and this one did not: from now on they would not match.
-            session.broken = True
+            session.failed()
             raise
-        session.settled = True
+        session.finished()
 
     def _compare(self, totals: BatchTotals, found: Interpretation, objective: Objective) -> None:
         """Check whether all ranks differentiate the same combination of losses."""
@@ -277,23 +277,21 @@ class TrackedStep:
                 "stored is one mean over all samples, times one number.",
             )
 
-    def _exchange(self, batch_size: int, **numbers: float) -> tuple[BatchTotals, Told]:
-        """The header, and what ranks that have run out of data must hear."""
-        session, world = self._session, self._setup.world
-        layout = digest([q.name for q in self._active], self._ending[0] is not None)
+    def _header(self, batch_size: int, **numbers: float) -> Header:
+        """The first exchange."""
+        session = self._session
         record = record_of(
             TRACK,
             self._step,
             batch_size=batch_size,
             model=session.part,
-            layout=layout,
+            layout=digest([q.name for q in self._active], self._ending[0] is not None),
             riding=session.userlog.riding_digest,
             **numbers,
         )
-        before = time.perf_counter()
-        records = world.header(record)
-        session.clock.wait += time.perf_counter() - before
-        return BatchTotals.of(records), share_state(session, records, ModelState.of(self._setup), self._epoch)
+        with session.clock.waiting():
+            records = self._setup.world.header(record)
+        return Header.of(session, records, ModelState.of(self._setup), self._epoch)
 
     def _captured(self, capture: Capture) -> Interpretation:
         setup = self._setup
@@ -404,7 +402,7 @@ class TrackedStep:
                 "curvature",
                 f"step {self._step}: {', '.join(names)}: NaN, because of an error: {type(error).__name__}: {error}",
             )
-            nothing = no_curvature(self._session, self._active)
+            nothing = LocalCurvature.of_nothing(self._session, self._active)
             diagonals = {kind: {n: h + math.nan for n, h in hs.items()} for kind, hs in nothing.diagonals.items()}
             traces = {kind: forms + math.nan for kind, forms in nothing.traces.items()}
         return LocalCurvature(diagonals, traces)

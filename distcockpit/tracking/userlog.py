@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 
 from distcockpit.store.schema import COORDINATES, NAME
-from distcockpit.world import digest
+from distcockpit.world import TRACK, Record, World, digest
 
 REDUCTIONS = (None, "mean", "sum")
 RESERVED = ("step", "zarr.json", *COORDINATES)
+SECONDS = 1.0  # rows are handed on at most this often: a loop may log at every step
 
 
 @dataclass
@@ -38,9 +41,14 @@ class Riding:
 
 
 class UserLog:
-    """One rank's log calls. Rank 0 collects entries; values to be pooled wait on every rank."""
+    """One rank's log calls. Rank 0 collects entries; values to be pooled wait on every rank.
 
-    def __init__(self) -> None:
+    Args:
+        record: Takes rows that will not change any more; on rank 0.
+    """
+
+    def __init__(self, record: Callable[[Sequence[LogEntry]], None] | None = None) -> None:
+        self._record, self._handed_on = record, 0.0
         self.entries: dict[int, LogEntry] = {}  # not handed on yet, by step
         self._riding: list[Riding] = []
         self._last_step = -1
@@ -74,26 +82,45 @@ class UserLog:
         else:
             self._riding += [Riding(step, name, reduce, value) for name, value in kept.items()]
 
-    def expect(self, names: Sequence[str], wall_time: float) -> None:
-        """Other ranks pool these scalars, named ``step/name``; make rows for them where there are none."""
-        for name in names:
-            step = int(name.partition("/")[0])
-            if step > self._written_step:
-                self.entries.setdefault(step, LogEntry(step, None, wall_time))
-                self._last_step = max(self._last_step, step)
-
     @property
     def riding_digest(self) -> int:
         """A number that differs where the names differ; 0 if there are none."""
-        return digest(self.riding_names) if self._riding else 0
+        return digest([f"{r.step}/{r.name}" for r in self._riding]) if self._riding else 0
 
-    def take_riding(self, contributors: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-        """The values that ride in this exchange, as sums by ``step/name``, already divided for a mean.
+    def share(self, world: World, records: Sequence[Record], device: torch.device, *, joins: bool) -> dict[str, Tensor]:
+        """This rank's part of the scalars that ride in this exchange, by ``step/name``; the same names on all ranks.
 
         Args:
-            contributors: Number of ranks that logged each.
-            device: Where the sums shall be.
+            world: The ranks.
+            records: Their headers.
+            device: Where the parts shall be.
+            joins: Whether ranks may run out of data.
+
+        Raises:
+            RuntimeError: If ranks logged different names, and none has run out of data in between.
         """
+        mine = [f"{r.step}/{r.name}" for r in self._riding]
+        if any(record["joined"] and record["kind"] != TRACK for record in records):
+            raise RuntimeError("close() was called inside `with Join(...)`, while ranks had run out of data.")
+        if len({record["riding"] for record in records}) == 1:
+            return self._take_riding(dict.fromkeys(mine, world.size), device)
+        theirs = world.all_gather_object((mine, joins))
+        if not any(joins for _, joins in theirs):
+            rank = next(rank for rank, (names, _) in enumerate(theirs) if names != theirs[0][0])
+            raise RuntimeError(
+                f"Rank {rank} logged other names than rank 0: {theirs[rank][0]} and {theirs[0][0]} (step/name). "
+                "log(..., reduce=...) must be called at the same steps with the same names on all ranks."
+            )
+        contributors = Counter(name for names, _ in theirs for name in names)
+        own = self._take_riding(contributors, device)
+        for step in (int(name.partition("/")[0]) for name in contributors):
+            if step > self._written_step:  # a row for what only others logged
+                self.entries.setdefault(step, LogEntry(step, None, time.time()))
+                self._last_step = max(self._last_step, step)
+        return {name: own.get(name, torch.zeros((), dtype=torch.float64, device=device)) for name in contributors}
+
+    def _take_riding(self, contributors: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+        """The values that wait, already divided for a mean over as many ranks as logged each."""
         sums = {
             f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
             / (contributors[f"{r.step}/{r.name}"] if r.reduce == "mean" else 1)
@@ -112,22 +139,22 @@ class UserLog:
         self._last_step = max(self.entries, default=-1)
 
     @property
-    def riding_names(self) -> list[str]:
-        """The names of what waits for an exchange, as ``step/name``."""
-        return [f"{r.step}/{r.name}" for r in self._riding]
-
-    @property
     def is_riding(self) -> bool:
         """True if values wait for an exchange."""
         return bool(self._riding)
 
-    def take_complete(self, *, everything: bool = False) -> list[LogEntry]:
-        """Entries that will not change any more: older than the latest step and than all that is riding."""
+    def hand_on(self, *, everything: bool = False, at_once: bool = False) -> None:
+        """Record rows that will not change any more: older than the latest step and than all that is riding."""
+        if not (everything or at_once) and time.monotonic() - self._handed_on < SECONDS:
+            return
+        self._handed_on = time.monotonic()
         open_from = min([r.step for r in self._riding] + [self._last_step])
         done = [step for step in sorted(self.entries) if everything or step < open_from]
         if done:
             self._written_step = done[-1]
-        return [self.entries.pop(step) for step in done]
+        complete = [self.entries.pop(step) for step in done]
+        if self._record is not None:
+            self._record(complete)
 
 
 def _check(name: str, value: Any) -> None:

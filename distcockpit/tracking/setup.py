@@ -55,6 +55,11 @@ class Setup:
         """All parameters, by name."""
         return dict(self.bare.named_parameters())
 
+    @cached_property
+    def buckets(self) -> list[list[str]]:
+        """Names of the tracked parameters, those together whose sums are exchanged together, as DDP's buckets are."""
+        return buckets(self.tracked)
+
     def forget_parameters(self) -> None:
         """The model holds others now."""
         for name in ("every", "tracked"):
@@ -126,6 +131,11 @@ class Setup:
     def loss_scale(self) -> float | None:
         """The present scale of mixed precision, if there is a scaler."""
         return None if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+
+def buckets(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """The parameters as one bucket."""
+    return [list(parameters)]
 
 
 def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:

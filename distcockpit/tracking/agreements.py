@@ -1,0 +1,71 @@
+"""What ranks compare when it first comes up: sizes of outputs, and names and shapes of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distcockpit.tracking.packed import Layout
+from distcockpit.world import COMPARE, World, record_of
+
+
+class Agreements:
+    """What the ranks agreed on in this part of the run.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._layouts: dict[object, Layout] = {}
+
+    def sizes_of(self, quantity: str) -> Mapping[str, int]:
+        """The sizes that a quantity saw on all ranks, by name; 0 where they differ."""
+        return self._sizes.get(quantity, {})
+
+    def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Compare the sizes that quantities saw with the other ranks', once per quantity; all ranks call it.
+
+        Args:
+            sizes: By quantity and name.
+        """
+        new = {quantity: dict(seen) for quantity, seen in sizes.items() if quantity not in self._sizes}
+        if not new:
+            return
+        for theirs in self._world.all_gather_object(new):
+            for quantity, seen in theirs.items():
+                agreed = self._sizes.setdefault(quantity, {})
+                for name, size in seen.items():
+                    agreed[name] = size if agreed.get(name, size) == size else 0
+
+    def layout_of(self, selection: object) -> Layout | None:
+        """The layout of the sums of a selection of quantities, once all ranks have compared it."""
+        return self._layouts.get(selection)
+
+    def agree_on_layout(self, selection: object, mine: Layout, step: int) -> None:
+        """Compare the layout of the sums with the other ranks' where it is new: backends abort where lengths differ.
+
+        Args:
+            selection: What the sums are of.
+            mine: Their layout on this rank.
+            step: The step.
+
+        Raises:
+            RuntimeError: If a rank has another one.
+        """
+        if self._layouts.get(selection) == mine:
+            return
+        self._world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at another one
+        theirs = [dict(layout.parts) for layout in self._world.all_gather_object(mine)]
+        for rank, there in enumerate(theirs):
+            for name in dict.fromkeys([*theirs[0], *there]):
+                if theirs[0].get(name) != there.get(name):
+                    quantity, _, part = name.partition("/")
+                    raise RuntimeError(
+                        f"Quantity '{quantity}' at step {step}: the sum '{part}' has shape "
+                        f"{there.get(name, 'nothing')} on rank {rank}, and {theirs[0].get(name, 'nothing')} on rank 0. "
+                        "Names and shapes of what local() returns must be the same on all ranks, also on one without "
+                        "samples."
+                    )
+        self._layouts[selection] = mine

@@ -1,0 +1,109 @@
+"""The end of a tracked step: what each quantity sees, its sums, and these on their way to become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
+from distcockpit.tracking.inputs import StepInputs
+from distcockpit.tracking.local_batches import local_batches
+from distcockpit.tracking.packed import Layout, pack
+from distcockpit.tracking.recorder import Result, Stamp
+from distcockpit.tracking.session import Session
+from distcockpit.tracking.updates import Start
+from distcockpit.world import COMPARE, Pending, RankFailed, record_of
+
+
+def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stamp | None) -> None:
+    """From what a rank brings to a step to the rows on their way.
+
+    Args:
+        session: This rank's side of the run.
+        inputs: This rank's side of the step.
+        stamp: Of the step.
+        start_stamp: Of the step at which the update began that ended here.
+
+    Raises:
+        RankFailed: If a rank failed, and no rank has sent anything.
+        RuntimeError: If the ranks' sums differ in names or lengths.
+    """
+    setup, active = session.setup, inputs.active
+    rows = [q for q in active if not active.needs[q.name].displacement]
+    selection = (tuple(q.name for q in rows), tuple(q.name for q in inputs.starting), inputs.update is not None)
+    computed = _compute(session, inputs, rows, session.agreements.layout_of(selection))
+    session.agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
+    sums, facts = computed.sums | {f"log/{k}": v for k, v in inputs.header.riding.items()}, computed.facts
+    stamps = dict.fromkeys(active.needs, stamp)
+    if start_stamp is not None:
+        stamps |= {q.name: start_stamp for q in active.with_need("update")}
+    session.send(
+        Result(
+            stamp.n,
+            [(q, stamps[q.name]) for q in rows],
+            Layout.of(sums),
+            setup.world.all_reduce_async(pack(sums, setup.device)),
+            Layout.of(facts),
+            Pending(pack(facts, setup.device)),
+        )
+    )
+    starting = inputs.starting
+    if starting.wants("update", "displacement") and inputs.start_values is not None and computed.seen:
+        losses = next(iter(computed.seen.values())).known_losses
+        kept = [micro.batch.what_is_needed() for micro in inputs.captured] if inputs.keeps else []
+        displaced = starting.with_need("displacement")
+        session.updates.begin(Start(stamp, inputs.start_values, losses, inputs.header.state.scale, kept, displaced))
+
+
+@dataclass
+class _Computed:
+    """What each quantity sees, its sums, by ``quantity/name``, and what all ranks hold alike."""
+
+    seen: Mapping[str, LocalBatch] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agreed: Layout | None) -> _Computed:
+    """The sums of this rank; NaN of a quantity that fails here, for the other ranks wait for them.
+
+    Raises:
+        RankFailed: If it is not known yet what its sums look like. The other ranks learn of it and send none.
+    """
+    device = session.setup.device
+    computed = _Computed()
+
+    def give_up(names: Sequence[str], error: Exception) -> None:
+        if agreed is None:  # the others are about to compare
+            session.setup.world.refuse(record_of(COMPARE, inputs.step))
+            raise RankFailed from error
+        why = f"{type(error).__name__}: {error}"
+        session.say_once(f"failed {names}", f"step {inputs.step}: {', '.join(names)}: NaN, because of an error: {why}")
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        for name in names:
+            computed.sums.update({part: unknown.expand(shape) for part, shape in agreed.by_owner.get(name, ())})
+
+    try:
+        computed.seen = local_batches(session, inputs)
+    except Exception as error:
+        give_up([q.name for q in rows], error)
+        return computed
+    for q in rows:
+        try:
+            parts = q.local(computed.seen[q.name], session.memories.of(q))
+            own = {
+                f"{q.name}/{k}": torch.as_tensor(v, dtype=torch.float64, device=device)
+                for k, v in parts.items()
+                if not isinstance(v, ReplicatedValue)
+            }
+        except Exception as error:
+            give_up([q.name], error)
+            continue
+        computed.sums |= own
+        replicated = {f"{q.name}/{k}": v for k, v in parts.items() if isinstance(v, ReplicatedValue)}
+        computed.facts |= {k: v.value for k, v in replicated.items() if v.value is not None}
+    return computed

@@ -1,0 +1,155 @@
+"""What each quantity sees of a step: sums over individual gradients, and what ranks hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from distcockpit.capture.captured import Captured
+from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
+from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
+from distcockpit.gradients.uses import MicroBatch
+from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch
+from distcockpit.tracking.buckets import BucketWalk
+from distcockpit.tracking.exchanges import Exchanges
+from distcockpit.tracking.inputs import StepInputs
+from distcockpit.tracking.session import Session
+
+
+def local_batches(session: Session, inputs: StepInputs) -> dict[str, LocalBatch]:
+    """What each of the active quantities sees, by name.
+
+    Raises:
+        Exception: What went wrong on this rank; no other rank is left waiting for it.
+    """
+    exchanges = Exchanges(session.setup, session.clock, inputs.active)
+    try:
+        return _local_batches(session, inputs, exchanges)
+    except Exception:
+        exchanges.give_up()
+        raise
+
+
+def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -> dict[str, LocalBatch]:
+    setup, step, active, update = session.setup, inputs.step, inputs.active, inputs.update
+    totals, state, captured = inputs.header.totals, inputs.header.state, inputs.captured
+    batches = [micro.scaled(totals.samples_per_weight, totals.n) for micro in captured]
+    parameters = {name: state.every[name] for name in setup.tracked}
+    weight = totals.weight or 1.0
+    curvature = {k: {n: h / weight for n, h in hs.items()} for k, hs in inputs.curvatures.diagonals.items()}
+    nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
+    losses = torch.cat([
+        nothing,
+        *(m.individual_losses(totals.samples_per_weight, totals.n, setup.device) for m in captured),
+    ])
+    wanted = {q.name: q.statistics(step, parameters, session.memories.of(q)) for q in active}
+
+    norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
+    slopes = None
+    if update is not None and not update.interrupted:
+        slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
+    statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
+    statistics += [statistic for each in wanted.values() for statistic in each.values()]
+    sums = BucketWalk(setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses)).walk()
+    if update is not None and slopes is not None:
+        update = update.ending(slopes.values / update.norm)
+    batch = LocalBatch(
+        model=setup.facts,
+        step=step,
+        n=totals.n,
+        local_n=len(losses),
+        rank=setup.world.rank,
+        world_size=setup.world.size,
+        loss=_sum_of_known([micro.total_loss(totals.samples_per_weight, totals.n) for micro in captured], setup.device),
+        losses=losses,
+        losses_known=all(micro.tells_losses for micro in captured),
+        has_gradients=all(micro.has_gradients for micro in captured),
+        parameters=parameters,
+        every_parameter=state.every,
+        initial=session.initial,
+        statistics={},
+        mean_gradient=sums.mean,
+        part_of_mean=sums.part_of_mean,
+        mean_squared=sums.mean_squared,
+        squared_norms=nothing if norms is None else norms.flat,
+        projections=sums.projections,
+        shard=sums.shard,
+        observed=[],
+        sizes={},
+        output_gradients=_output_gradients(batches, setup.facts.leaves),
+        backward=_backward(batches, setup.facts.layers),
+        curvature=curvature,
+        traces={kind: forms / weight for kind, forms in inputs.curvatures.traces.items()},
+        eigenvalues=_eigenvalues(session, inputs, exchanges),
+        update=None,
+        learning_rates=state.learning_rates,
+        averaged=None if sums.averaged is None else _averaged(inputs, parameters, sums.averaged / setup.world.size),
+        times=inputs.times(),
+    )
+    return {
+        q.name: batch.for_quantity(
+            active.needs[q.name],
+            statistics=wanted[q.name],
+            observed=observed(captured, q.name),
+            sizes=session.agreements.sizes_of(q.name),
+            update=update if q.starts(step - 1) else None,
+        )
+        for q in active
+    }
+
+
+def _averaged(inputs: StepInputs, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
+    """What the step left in ``.grad``, beside the plain average.
+
+    Args:
+        inputs: This rank's side of the step.
+        parameters: The tracked parameters.
+        plain: The mean over ranks of what arrived.
+    """
+    held = [inputs.parameter_gradients.added(name).reshape(-1) for name in inputs.parameter_gradients.left]
+    nothing = torch.zeros((), dtype=torch.float64, device=plain.device)
+    own = [micro for micro in inputs.captured if micro.weight]
+    parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=plain.device).double() for micro in own]
+    factor = torch.stack([nothing, *parts]).sum()
+    flat = torch.cat(held) if held else torch.zeros_like(plain)
+    return Averaged(ByParameter.of(flat, parameters), ByParameter.of(plain, parameters), factor)
+
+
+def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> dict[LargestEigenvalue, Eigenvalue]:
+    s, weight = session.setup, inputs.header.totals.weight
+    result = {}
+    for kind in exchanges.eigenvalues:
+        result[kind] = largest_eigenvalue(
+            kind, s.world, s.bare, s.loss_fn, s.tracked, inputs.captured, weight, exchanges.confirm
+        )
+    return result
+
+
+def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
+    """The sum, float64; ``None`` if one of the values is not known."""
+    known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([nothing, *known]).sum() if len(known) == len(values) else None
+
+
+def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
+    """Gradients at the outputs of calls with parameters, by layer, in the order of the backward pass."""
+    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.parameters]
+    return [(use.layer.path, g) for use in uses if use.layer.path in layers for g in use.output_gradients.values()]
+
+
+def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
+    """Gradients at the outputs of modules."""
+    gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
+    for batch in batches:
+        for use in batch.uses:
+            if use.layer.scope in gradients:
+                gradients[use.layer.path] += use.output_gradients.values()
+    return gradients
+
+
+def observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
+    """What one quantity kept of the outputs: by micro-batch, in forward order."""
+    return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]

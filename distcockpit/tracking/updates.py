@@ -1,0 +1,237 @@
+"""The optimizer's step d = theta_{t+1} - theta_t: what is kept until it is known, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from distcockpit.gradients import kernels
+from distcockpit.gradients.statistics import Projection
+from distcockpit.gradients.uses import MicroBatch
+from distcockpit.gradients.walk import walk
+from distcockpit.notices import Notices
+from distcockpit.quantities.base import Quantity
+from distcockpit.quantities.batch import Update, difference
+from distcockpit.tracking.active import Active
+from distcockpit.tracking.memories import Memories
+from distcockpit.tracking.packed import Layout, pack
+from distcockpit.tracking.recorder import Recorder, Result, Stamp
+from distcockpit.tracking.setup import Setup
+from distcockpit.world import Pending
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is kept of a step at which an update begins."""
+
+    stamp: Stamp
+    values: Mapping[str, Tensor]  # the parameters before the update
+    losses: Tensor
+    scale: float | None  # of the gradient scaler
+    batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
+    displaced: Sequence[Quantity]  # those that need the displacement
+    slopes: Tensor | None = None  # in a resumed run: of this rank's samples along the parts of the update [K, B]
+    inputs_were_changed: bool = False  # in a resumed run: whether that was so when it was saved
+    norm: float | None = None  # in a resumed run: the length of the update that they belong to
+    _displacement: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs_changed(self) -> bool:
+        """True if a kept input was overwritten."""
+        return self.inputs_were_changed or any(use.inputs_changed for batch in self.batches for use in batch.uses)
+
+    def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The step that the optimizer has made since, by parameter; to be asked for when it has."""
+        if not self._displacement:
+            self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
+        return self._displacement
+
+    def project(
+        self,
+        parameters: Mapping[str, Tensor],
+        parts: Sequence[Sequence[str]],
+        scale: float | None,
+        block_elements: int,
+    ) -> Update:
+        """The update, and the slopes of the start's samples along it.
+
+        Args:
+            parameters: The tracked parameters as they are now.
+            parts: The parameters that move together.
+            scale: Of the gradient scaler now.
+            block_elements: As for `walk`.
+        """
+        direction = self.displacement(parameters)
+        squares = kernels.squared_norms(list(direction.values()))
+        norm = squares.sum().sqrt()
+        names = list(direction)
+        each = [norm] if len(parts) == 1 else [squares[[names.index(n) for n in part]].sum().sqrt() for part in parts]
+        changed = self.inputs_changed
+        if self.slopes is not None:
+            slopes = self.slopes
+        else:
+            projection = Projection(direction, len(self.losses), parts)
+            if not changed:
+                walk(self.batches, self.values, list(parameters), [projection], block_elements)
+            slopes = projection.values / norm
+        return Update(
+            norm=norm,
+            norms=torch.stack(each),
+            direction=direction,
+            start_losses=self.losses,
+            start_slopes=slopes,
+            end_slopes=slopes[:, :0],
+            start_n=self.stamp.n,
+            inputs_changed=changed,
+            skipped=self.scale is not None and scale is not None and scale < self.scale,
+            interrupted=self.norm is not None and not math.isclose(float(norm), self.norm, rel_tol=1e-6),
+        )
+
+
+def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update:
+    """An update of which only the end was seen."""
+    nothing = torch.zeros(0, dtype=torch.float64, device=next(iter(parameters.values())).device)
+    unknown = nothing.new_full((n_parts,), float("nan"))
+    none = nothing.new_zeros(n_parts, 0)
+    return Update(
+        unknown[0], unknown, {}, nothing, none, none, 0, inputs_changed=False, skipped=False, interrupted=True
+    )
+
+
+class Updates:
+    """The updates of a run: each begins at a tracked step, and is known when the next step begins.
+
+    Args:
+        setup: What all ranks agreed on.
+        memories: What quantities keep.
+        recorder: Where rows go, on rank 0.
+        notices: Where to say that steps are missing.
+    """
+
+    def __init__(self, setup: Setup, memories: Memories, recorder: Recorder | None, notices: Notices) -> None:
+        self._setup, self._memories = setup, memories
+        self._recorder, self._notices = recorder, notices
+        self._start: Start | None = None
+        self._cut: Stamp | None = None  # of an update during which the model changed
+
+    @property
+    def start(self) -> Start | None:
+        """The step at which an update began that is not known yet."""
+        return self._start
+
+    def adopt(self, setup: Setup) -> None:
+        """The model holds other tensors now, or other modules of the same kind."""
+        self._setup = setup
+
+    def begin_part(self, setup: Setup, memories: Memories) -> None:
+        """The model is another one: nothing of before compares with it."""
+        self._setup, self._memories, self._start = setup, memories, None
+
+    def begin(self, start: Start) -> None:
+        """An update begins."""
+        self._start = start
+
+    def forget(self) -> None:
+        """The update that began will not be looked at."""
+        self._start = None
+
+    def take_back(self, start: Start | None) -> None:
+        """The step at which this update ended may come again; its displacement is recorded already."""
+        self._start = None if start is None else replace(start, displaced=(), _displacement={})
+
+    def finish(self, step: int, now: Mapping[str, Tensor] | None = None, *, is_as_it_was: bool = True) -> Start | None:
+        """Take the start of the update that is known at the beginning of ``step``, and record its displacement.
+
+        Args:
+            step: The step that begins.
+            now: The parameters, where they are not those of this rank's model.
+            is_as_it_was: Whether the model has the parameters and modules that it had when the update began.
+
+        Returns:
+            The start, or ``None`` if there is none or steps lie in between.
+        """
+        start, self._start = self._start, None
+        self._cut = None
+        if start is None:
+            return None
+        if not is_as_it_was:
+            self._cut = start.stamp
+            return None
+        if start.stamp.step == step - 1:
+            self._record_displacement(start, now=now)
+            return start
+        self._notices.once(
+            "gap",
+            f"track(step={step}) came after step {start.stamp.step}: quantities over an update, such as alpha and "
+            "update_size, need steps that grow by one, and have no row here.",
+            step,
+        )
+        return None
+
+    def ending(
+        self,
+        step: int,
+        start: Start | None,
+        active: Active,
+        tracked: Mapping[str, Tensor],
+        scale: float | None,
+        *,
+        resumes: bool,
+    ) -> tuple[Update | None, Stamp | None]:
+        """The update that ends at this step, if a quantity looks at it, and the stamp of its row.
+
+        Args:
+            step: The step.
+            start: Where the update began.
+            active: The quantities of the step.
+            tracked: The tracked parameters as they are now.
+            scale: Of the gradient scaler now.
+            resumes: Whether the step before belongs to an earlier part of the run.
+        """
+        if not any(q.starts(step - 1) for q in active.with_need("update")):
+            return None, None
+        parts = self._setup.facts.parts_of_updates
+        if start is not None:
+            return start.project(tracked, parts, scale, self._setup.block_elements), start.stamp
+        stamp = Stamp(step - 1, None, time.time(), 0) if resumes else self._cut
+        if stamp is not None and stamp.step == step - 1:
+            return interrupted_update(tracked, len(parts)), stamp
+        return None, None
+
+    def needs_values(self, starting: Active) -> bool:
+        """True if this rank must keep the parameters of a step at which these rows begin."""
+        return starting.wants("update") or (starting.wants("displacement") and self._setup.world.rank == 0)
+
+    def record_displacement(self) -> None:
+        """The optimizer has made its step, and no other will follow on this rank: record how far it went."""
+        if self._start is not None:
+            self._record_displacement(self._start)
+            self.take_back(self._start)
+
+    def close(self) -> None:
+        """Record the last displacement, if the optimizer has made its step since."""
+        start, self._start = self._start, None
+        if start is not None and self._recorder is not None and start.displaced:
+            if any(bool(t.any()) for t in start.displacement(self._setup.tracked).values()):
+                self._record_displacement(start)
+
+    def _record_displacement(self, start: Start, *, now: Mapping[str, Tensor] | None = None) -> None:
+        """Rank 0 tells the facts of an update; nothing is sent."""
+        if self._recorder is None or not start.displaced:
+            return
+        d, device = start.displacement(self._setup.tracked if now is None else now), self._setup.device
+        facts = {
+            f"{q.name}/{key}": value
+            for q in start.displaced
+            for key, value in q.displacement(start.stamp.step, d, self._memories.of(q)).items()
+        }
+        rows = [(q, start.stamp) for q in start.displaced]
+        nothing = Pending(pack({}, device))
+        self._recorder.record(
+            Result(start.stamp.n, rows, Layout.of({}), nothing, Layout.of(facts), Pending(pack(facts, device)))
+        )
