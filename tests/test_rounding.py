@@ -18,7 +18,7 @@ from distcockpit import quantities as q
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.rounding import RoundedNorms
 from distcockpit.gradients.statistics import GradientSum
-from distcockpit.tracking import buckets
+from distcockpit.tracking import buckets, setup
 
 N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
 
@@ -63,12 +63,15 @@ def train(
         original(self, names, *args)
         is_again = False
 
-    def walk(*args: Any) -> int:
-        if rank == 1 and (fails == "before" or (fails == "meanwhile" and is_again)):
+    def walk(batches: Any, values: Any, names: list[str], *args: Any) -> int:
+        if rank == 1 and {"before": True, "meanwhile": is_again, "later": names == ["flat.weight"]}.get(fails):
             raise MemoryError("no memory for blocks")
-        return original_walk(*args)
+        return original_walk(batches, values, names, *args)
 
     buckets.BucketWalk.sum_exactly, buckets.walk = sum_exactly, walk
+    original_buckets = setup.buckets
+    if fails == "later":
+        setup.buckets = lambda parameters: [[name] for name in parameters]
     mine = x[first : first + shards[rank]]
     chosen = [q.NormTest(), q.InnerTest(), q.OrthoTest(), q.GradientNoiseScale(), q.RankDisagreement()]
     cockpit = DistCockpit(model, loss_fn, store=store, quantities=chosen, schedule=every(1))
@@ -82,6 +85,7 @@ def train(
         cockpit.close()
     finally:
         buckets.BucketWalk.sum_exactly, buckets.walk = original, original_walk
+        setup.buckets = original_buckets
     return {"again": again, "said": said}
 
 
@@ -117,7 +121,7 @@ def test_all_ranks_sum_up_again(ranks: Ranks, tmp_path: Path, noise: float, is_l
     compare(tmp_path / "run", noise, shards)
 
 
-@pytest.mark.parametrize("fails", ["before", "meanwhile"])
+@pytest.mark.parametrize("fails", ["before", "meanwhile", "later"])
 def test_a_rank_that_fails_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path, fails: str) -> None:
     """Before the sums are pooled, others get NaN from it, which must not tell them to pool once more."""
     done = ranks.run(2, train, str(tmp_path / "run"), 1e-4, [9, 15], fails)

@@ -465,6 +465,17 @@ def test_panel(ranks: Ranks, tmp_path: Path, model: str, optimizer: str, shardin
     check(spec, *run(ranks, spec))
 
 
+@pytest.mark.parametrize("buckets", [3, 100])
+@pytest.mark.parametrize("sharding", ["one", "uneven 4", "empty rank"])
+@pytest.mark.parametrize("model, loss", [("cnn", "mean"), ("tokens", "token_mean")])
+def test_buckets(ranks: Ranks, tmp_path: Path, model: str, loss: str, sharding: str, buckets: int) -> None:
+    """Layers whose weight and bias are walked apart, in an order that is not that of the model."""
+    loss = "sum" if (loss, sharding) == ("mean", "empty rank") else loss
+    spec = Spec(str(tmp_path / "run.zarr"), model, loss, "sgd", tuple(SHARDINGS[sharding]), buckets=buckets)
+    curvature = model == "cnn" and buckets == 3
+    check(spec, *run(ranks, spec, curvature), curvature=curvature)
+
+
 @pytest.mark.parametrize("sharding", ["one", "uneven 2", "uneven 4"])
 @pytest.mark.parametrize("loss", ["mse", "class_weights"])
 def test_losses(ranks: Ranks, tmp_path: Path, loss: str, sharding: str) -> None:

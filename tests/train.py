@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import cases
 import torch
@@ -88,6 +90,7 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)  # of DistCockpit
     ddp: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    buckets: int = 1  # parameters are dealt out to as many
 
 
 def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -116,6 +119,16 @@ def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
+
+    def deal(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+        names = list(parameters)
+        return [names[k :: spec.buckets] for k in range(min(spec.buckets, len(names)))]
+
+    with mock.patch("distcockpit.tracking.setup.buckets", deal):
+        return _train(rank, size, group, spec, curvature)
+
+
+def _train(rank: int, size: int, group: Any, spec: Spec, curvature: bool) -> list[dict[str, Tensor]]:
     net = cases.initialised(spec.model).to(spec.device)
     model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
     loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)

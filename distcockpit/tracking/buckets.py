@@ -35,22 +35,28 @@ class BucketSums:
     mean: ByParameter  # G
     mean_squared: Tensor  # |G|^2, float64 [parameters]
     projections: Tensor  # of this rank's individual gradients on G, float64 [B_r]
-    averaged: Tensor | None  # what autograd gave all ranks together, in its own scale; flat
+    averaged: ByParameter | None  # what autograd gave all ranks together, in its own scale
     shard: Shard
 
     @classmethod
-    def joined(cls, buckets: Sequence[BucketSums]) -> BucketSums:
-        """Those of all buckets, in their order."""
+    def joined(cls, buckets: Sequence[BucketSums], names: Sequence[str]) -> BucketSums:
+        """Those of all buckets, in this order of the parameters."""
         if len(buckets) == 1:
             return buckets[0]
+
+        def join(parts: Sequence[ByParameter]) -> ByParameter:
+            every = {name: part for each in parts for name, part in each.items()}
+            return ByParameter({name: every[name] for name in names if name in every})
+
+        mean, shards = join([bucket.mean for bucket in buckets]), [bucket.shard for bucket in buckets]
+        walked = [name for bucket in buckets for name in bucket.mean]
         averaged = [bucket.averaged for bucket in buckets if bucket.averaged is not None]
-        shards = [bucket.shard for bucket in buckets]
         return cls(
-            ByParameter({name: part for bucket in buckets for name, part in bucket.part_of_mean.items()}),
-            ByParameter({name: part for bucket in buckets for name, part in bucket.mean.items()}),
-            torch.cat([bucket.mean_squared for bucket in buckets]),
+            join([bucket.part_of_mean for bucket in buckets]),
+            mean,
+            torch.cat([bucket.mean_squared for bucket in buckets])[[walked.index(name) for name in mean]],
             torch.stack([bucket.projections for bucket in buckets]).sum(0),
-            torch.cat(averaged) if averaged else None,
+            join(averaged) if averaged else None,
             Shard(
                 torch.cat([shard.mean for shard in shards]),
                 torch.cat([shard.squares for shard in shards]),
@@ -94,7 +100,7 @@ class BucketWalk:
 
     def walk(self) -> BucketSums:
         """All buckets, one after the other."""
-        return BucketSums.joined([self._bucket(names) for names in self._setup.buckets])
+        return BucketSums.joined([self._bucket(names) for names in self._setup.buckets], list(self._setup.tracked))
 
     def _bucket(self, names: Sequence[str]) -> BucketSums:
         """One bucket: its sums, their exchange, and projections on what is pooled."""
@@ -134,7 +140,7 @@ class BucketWalk:
             mean,
             mean_squared,
             onto[0].values[0] if onto else nothing,
-            pooled.get(AVERAGED),
+            ByParameter.of(pooled[AVERAGED], parameters) if AVERAGED in pooled else None,
             Shard(
                 mean=mean.flat[mine] if mean and pooled.keys() - {MEAN, ROUNDING, AVERAGED} else nothing,
                 squares=pooled.get(SQUARES, nothing)[mine],

@@ -85,7 +85,9 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
         eigenvalues=_eigenvalues(session, inputs, exchanges),
         update=None,
         learning_rates=state.learning_rates,
-        averaged=None if sums.averaged is None else _averaged(inputs, parameters, sums.averaged / setup.world.size),
+        averaged=None
+        if sums.averaged is None
+        else _averaged(inputs, parameters, sums.averaged.flat / setup.world.size),
         times=inputs.times(),
     )
     return {
