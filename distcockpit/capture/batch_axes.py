@@ -23,7 +23,7 @@ from distcockpit.capture.reductions import terms_inside
 from distcockpit.capture.rerun import replayed
 from distcockpit.gradients.functions import Functions, Watch, called_with, watched
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
-from distcockpit.replay.module_state import ModuleStates
+from distcockpit.replay.snapshot import Attributes
 from distcockpit.replay.trees import map_tensors, tensors
 
 
@@ -178,7 +178,9 @@ class BatchAxes:
         see = watched(model, watch, self.batch_dim, batch_size) if called else nullcontext()
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            with torch.no_grad(), see, replayed(model, forward, statistics, ModuleStates.take(model)):
+            now = replace(forward.before, attributes=Attributes.take(model))
+            forward = replace(forward, before=now)
+            with torch.no_grad(), see, replayed(model, forward, statistics):
                 return dict(seen)
         finally:
             for handle in handles:

@@ -38,8 +38,8 @@ from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
-from distcockpit.replay.module_state import ModuleStates
 from distcockpit.replay.rng import RandomState
+from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
 
 Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
@@ -266,8 +266,7 @@ class Capture:
             self._pass.is_open = False
             self._forget(self._pass)
         # Any pass may have to be run again: a loop may change at any step.
-        random_state, states = RandomState.take(self._device), ModuleStates.take(module)
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        before = Snapshot.take(module, self._device)
         micro = self.micros[-1] if self.micros else None
         batch_size = self._infer_batch_size(args, kwargs)
         # Its samples are those of the pass before, as where a sequence is cut into windows and the state is handed on.
@@ -282,7 +281,7 @@ class Capture:
         self._own = OwnCopies(self._batch if self._copies else ())
         batch = batched((args, kwargs), self._axes.batch_dim, batch_size)
         args, kwargs = map_tensors(self._own, (args, kwargs))
-        self._pass = ForwardPass(args, kwargs, batch_size, random_state, buffers, self._autocast(), states)
+        self._pass = ForwardPass(args, kwargs, batch_size, before)
         micro.passes.append(self._pass)
         self._passes.append(self._pass)
         self._calls[-1].made, self._opened_by = self._pass, threading.get_ident()
@@ -329,10 +328,6 @@ class Capture:
             return ""
         with torch.no_grad():
             return repr(torch.stack([p.sum(dtype=torch.float64) for p in self._model.parameters()]).tolist())
-
-    def _autocast(self) -> torch.dtype | None:
-        device = self._device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._batch_size is not None:
@@ -501,10 +496,8 @@ class Capture:
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a layer that will be run again starts from."""
         if torch.is_grad_enabled() and not self._looks_away:
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             kept = map_tensors(self._own, (args, kwargs))
-            state = RandomState.take(self._device)
-            self._before[id(module)] = _Before(state, buffers, kept, _versions(kept), ModuleStates.take(module))
+            self._before[id(module)] = _Before(Snapshot.take(module, self._device), kept, _versions(kept))
 
     def _leave_layer(self, layer: Layer) -> Callable[..., None]:
         @_unseen
@@ -520,7 +513,8 @@ class Capture:
             before = self._before.pop(id(module), None)
             if before is None:
                 kept = map_tensors(self._own, (args, kwargs)) if isinstance(module, _BatchNorm) else ((), {})
-                before = _Before(None, {}, kept, _versions(kept), None)
+                before = _Before(Snapshot.of_modes(module, self._device), kept, _versions(kept))
+            state = before.snapshot.random_state
             call, shapes = self._pass.calls[layer.path], shapes_of(output)
             given = given_shapes((args, kwargs), self._batch, self._watch)
             axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
@@ -530,18 +524,14 @@ class Capture:
                 None,
                 *before.kept,
                 versions=before.versions,
-                training={m: m.training for m in (module.modules() if module._modules else (module,))},
-                buffers=before.buffers,
-                random_state=before.random_state,
-                states=before.states,
-                autocast=self._autocast(),
+                before=before.snapshot,
                 axes=axes,
                 shapes=shapes,
                 given=given,
                 key=layer.path,
                 call=call,
                 is_late=not self._pass.is_open,
-                drew=before.random_state is not None and before.random_state.torch_drew(),
+                drew=state is not None and state.torch_drew(),
             )
             self._pass.uses.append(use)
             self.objective.mark(output, self._pass)
@@ -573,11 +563,7 @@ class Capture:
             (recording, *kept),
             {},
             versions=_versions((*kept, *recording.constants)),
-            training={},
-            buffers={},
-            random_state=drawn,
-            states=None,
-            autocast=self._autocast(),
+            before=Snapshot(autocast_type(self._device), drawn),
             axes=self._axes.of(key, call, shapes, forward.batch_size, shapes_given, forward.folds),
             shapes=shapes,
             given=shapes_given,
@@ -722,11 +708,9 @@ class _Call:
 class _Before:
     """What a layer found when it was called."""
 
-    random_state: RandomState | None
-    buffers: dict[str, Tensor]
+    snapshot: Snapshot
     kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
-    states: ModuleStates | None
 
 
 def _alias(tensor: Tensor) -> Tensor:

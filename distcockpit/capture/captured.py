@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from distcockpit.gradients.known import of_samples
 from distcockpit.gradients.uses import Axes, Materialized, MicroBatch, Use
-from distcockpit.replay.module_state import ModuleStates
-from distcockpit.replay.rng import RandomState
+from distcockpit.replay.snapshot import Snapshot
 from distcockpit.replay.trees import memory_of, tensors
 from distcockpit.world import Pending
 
@@ -32,10 +31,7 @@ class ForwardPass:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch_size: int
-    random_state: RandomState | None
-    buffers: dict[str, Tensor] | None  # of the model before the pass, for a replay
-    autocast: torch.dtype | None = None  # the type of mixed precision, if any
-    states: ModuleStates | None = None  # the attributes of modules before the pass
+    before: Snapshot  # of the model
     writes_parameters: bool = False
     writes_inputs: bool = False
     uses: list[Use] = field(default_factory=list)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from distcockpit.capture.captured import Captured, ForwardPass, scalar_output
 from distcockpit.capture.layers import training_batchnorms
 from distcockpit.replay.checkpointing import without_reentrance
-from distcockpit.replay.module_state import ModuleStates
-from distcockpit.replay.rng import unchanged
 from distcockpit.replay.trees import map_tensors, tensors
 
 Statistics = Mapping[str, tuple[Tensor, Tensor]]
@@ -25,7 +23,6 @@ def replayed(
     model: nn.Module,
     forward: ForwardPass,
     batch_statistics: Statistics | None = None,
-    states: ModuleStates | None = None,
 ) -> Generator[Any, None, None]:
     """What the model returns when it is called again, in a fresh graph.
 
@@ -37,7 +34,6 @@ def replayed(
         model: The bare module.
         forward: The pass to run again.
         batch_statistics: Mean and variance by name of the batch norm.
-        states: The attributes to begin from, instead of those before the pass.
 
     Raises:
         RuntimeError: If the model's forward writes to its parameters.
@@ -49,14 +45,11 @@ def replayed(
             "track_batchnorm=True and layers that need a slow route do. Keep what it writes in buffers; if it does so "
             "in its first call only, call it once before the first tracked step."
         )
-    device = next(model.parameters()).device
     with (
-        (states or forward.states or ModuleStates.take(model)).installed(),
-        _private_buffers(model, forward.buffers or {}),
+        forward.before.restored(next(model.parameters()).device),
+        forward.before.buffers_restored(model),
         without_hooks(list(model.parameters())),
-        unchanged(device, forward.random_state),
         without_reentrance(),
-        torch.autocast(device.type, forward.autocast, enabled=forward.autocast is not None, cache_enabled=False),
     ):
         for path, module in frozen.items():
             module.running_mean, module.running_var = (batch_statistics or {})[path]
@@ -124,22 +117,6 @@ def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
             there.update(before)
         for t, gradient in kept:
             t.grad = gradient
-
-
-@contextmanager
-def _private_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> Generator[None, None, None]:
-    """Let the modules work on copies of their buffers, with the values they had before the pass."""
-    originals = [(path, module, dict(module._buffers)) for path, module in model.named_modules() if module._buffers]
-    try:
-        for path, module, buffers in originals:
-            prefix = f"{path}." if path else ""
-            module._buffers = {
-                name: None if b is None else values.get(f"{prefix}{name}", b).clone() for name, b in buffers.items()
-            }
-        yield
-    finally:
-        for _, module, buffers in originals:
-            module._buffers = buffers
 
 
 def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[tuple[Any, ...], list[Tensor]]:

@@ -47,7 +47,7 @@ def check_outputs_tell_all(
         RuntimeError: If not; names a parameter and a way out.
     """
     whole = norm_of(seen)
-    low = any(use.autocast in LOW for c in captured for use in c.uses)
+    low = any(use.before.autocast in LOW for c in captured for use in c.uses)
     for name, arrived in seen.items():
         error = float((arrived - again.get(name, torch.zeros_like(arrived))).norm())
         dtype = model.get_parameter(name).dtype
@@ -219,7 +219,7 @@ def examine(
                 unserved[name] = text, list(scopes[name])
     n = sum(c.batch_size for c in captured)
     explained, quiet = [], []
-    mixed = {n for c in captured for use in c.uses if use.autocast in LOW for n in use.layer.parameters.values()}
+    mixed = {n for c in captured for use in c.uses if use.before.autocast in LOW for n in use.layer.parameters.values()}
     low = {name for name in rest if name in mixed or values[name].dtype not in GRADIENT_TOLERANCE}
     noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
     for name in rest:

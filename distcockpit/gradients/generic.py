@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,6 @@ from distcockpit.gradients import parts
 from distcockpit.gradients.parts import Drawn
 from distcockpit.gradients.uses import Blocks, Use, UseRule, to_front
 from distcockpit.replay.checkpointing import kept_activations
-from distcockpit.replay.rng import unchanged
 from distcockpit.replay.trees import map_tensors, tensors
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class GenericRule(UseRule):
             return WHOLE
         # What a user's hook keeps must not be what only exists inside of `vmap`.
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in use.layer.module.modules())
-        call = (parts.batch_axes(use), tuple(use.training.values()), use.autocast, use.drew, hooked)
+        call = (parts.batch_axes(use), tuple(use.before.training.values()), use.before.autocast, use.drew, hooked)
         verdict = self._verdicts.setdefault(use.layer.module, {}).setdefault(call, _Verdict())
         verdict.calls += 1
         if verdict.calls & (verdict.calls - 1) == 0:
@@ -126,7 +125,7 @@ class _Again:
         self._state = {
             slot: tensor_of[layer.names[slot]] for slot in slots(module, "_parameters") if slot in layer.names
         }
-        names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.buffers}
+        names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.before.buffers}
         places = slots(module, "_buffers")
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
         self.routes = (self.mapped, self.in_parts, self.whole)  # the fastest first
@@ -194,7 +193,7 @@ class _Again:
         self, gradients: Sequence[Tensor], rows: Outputs, expected: Outputs, samples: slice
     ) -> list[Tensor]:
         """NaN for samples whose outputs are not those of the whole batch."""
-        low = self._use.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
+        low = self._use.before.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
         agree = parts.rows_agree(rows, expected, samples, 3e-2 if low else 1e-3)
         return [torch.where(agree.view(-1, *[1] * (g.dim() - 1)), g, torch.nan) for g in gradients]
 
@@ -229,7 +228,7 @@ class _Again:
         reached = {p: z for p, z in outputs.items() if z.requires_grad}
         deltas = self._use.output_gradients
         masked = [_one_sample_each(deltas[p][among].to(z.dtype), rows) for p, z in reached.items()]
-        with _as_it_was(self._use):  # hooks of the user's on tensors write to modules
+        with self._use.before.attributes_restored():  # hooks of the user's on tensors write to modules
             found = self._pull_back(list(reached.values()), masked) if reached else [None] * len(self._leaves)
         return [
             leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
@@ -246,7 +245,7 @@ class _Again:
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> Outputs:
         """The same, with these in place of the leaves."""
         use, present = self._use, dict(zip(map(id, self._leaves), leaves, strict=True))
-        copies = {name: buffer.clone() for name, buffer in use.buffers.items()}
+        copies = {name: buffer.clone() for name, buffer in use.before.buffers.items()}
         state = {slot: present.get(id(tensor), tensor) for slot, tensor in self._state.items()}
         state |= {slot: copies[name] for slot, name in self._buffers.items()}
         args, kwargs = map_tensors(_plain, (args, kwargs))
@@ -256,31 +255,15 @@ class _Again:
     @contextmanager
     def _as_in_the_call(self, drawn: Drawn | None) -> Generator[None, None, None]:
         """Everything around the module as it was in the call."""
-        use, module, device = self._use, self._module, self._device
-        training = {m: m.training for m in module.modules()}
-        sparse = [m for m in module.modules() if getattr(m, "sparse", False) is True]
-        _set_training(use.training)
-        precision = torch.autocast(device.type, use.autocast, enabled=use.autocast is not None, cache_enabled=False)
+        sparse = [m for m in self._module.modules() if getattr(m, "sparse", False) is True]
         try:
-            with (
-                _as_it_was(use),
-                unchanged(device, use.random_state),
-                precision,
-                kept_activations(),
-                drawn or nullcontext(),
-            ):
+            with self._use.before.restored(self._device), kept_activations(), drawn or nullcontext():
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
                 yield
         finally:
-            _set_training(training)
             for m in sparse:
                 m.sparse = True  # type: ignore[assignment]
-
-
-def _as_it_was(use: Use) -> AbstractContextManager[None]:
-    """The attributes of the modules before the call; whatever is written to them inside is forgotten."""
-    return nullcontext() if use.states is None else use.states.installed()
 
 
 def slots(module: Module, kind: str) -> dict[str, Tensor]:
@@ -291,11 +274,6 @@ def slots(module: Module, kind: str) -> dict[str, Tensor]:
         for name, tensor in getattr(owner, kind).items()
         if tensor is not None
     }
-
-
-def _set_training(modes: Mapping[Module, bool]) -> None:
-    for module, training in modes.items():
-        module.training = training
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from distcockpit.gradients.uses import Blocks, Layer, Use, UseRule
+from distcockpit.replay.snapshot import Snapshot
 
 
 class GivenRule(UseRule):
@@ -31,11 +32,7 @@ def of_samples(name: str, gradients: Tensor) -> Use:
         (),
         {},
         versions=[],
-        training={},
-        buffers={},
-        random_state=None,
-        states=None,
-        autocast=None,
+        before=Snapshot(),
         axes=(0,),
         shapes=[gradients.shape],
         given=[],

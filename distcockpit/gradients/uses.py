@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from distcockpit.gradients.factors import Factors, Rows
-from distcockpit.replay.module_state import ModuleStates
-from distcockpit.replay.rng import RandomState
+from distcockpit.replay.snapshot import Snapshot
 from distcockpit.replay.trees import tensors
 
 
@@ -144,11 +143,7 @@ class Use:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # the input tensors, with their versions in the call
-    training: dict[Module, bool]  # of the module and those below it
-    buffers: dict[str, Tensor]
-    random_state: RandomState | None
-    states: ModuleStates | None  # attributes of the module and those below it before the call
-    autocast: torch.dtype | None  # the type of mixed precision in the call, if any
+    before: Snapshot
     axes: Axes  # where the batch is in each tensor of the output
     shapes: Shapes  # of these tensors
     given: Sequence[tuple[torch.Size, torch.Size]]  # of the input tensors, and of what they are views of

@@ -215,7 +215,7 @@ def _autograds_sums(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tenso
         or totals.is_mixed
         or gradients.is_rounded
         or present[0].beside.gradients
-        or any(use.autocast is not None for use in present[0].uses)
+        or any(use.before.autocast is not None for use in present[0].uses)
     ):
         return None
     factor = present[0].scale.unscale * totals.samples_per_weight / totals.n
