@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,24 +27,17 @@ from distcockpit.schedules import Schedule, every
 from distcockpit.sinks import Sink
 from distcockpit.store.keys import check_store, keys_of
 from distcockpit.store.options import StoreOptions
-from distcockpit.store.run_store import MODES, RunStore
+from distcockpit.store.run_store import RunStore
 from distcockpit.tracking import checkpoint
 from distcockpit.tracking.announcement import announce
 from distcockpit.tracking.arguments import (
+    RULES,
     Optimizers,
     attributes,
     available,
     bare_module,
-    check_batch,
-    check_choice,
-    check_counts,
-    check_epoch,
+    check,
     check_optimizers,
-    check_options,
-    check_positive,
-    check_seconds,
-    check_sinks,
-    check_step,
     chosen_quantities,
     description,
     loss_module,
@@ -59,9 +54,6 @@ from distcockpit.tracking.step import TrackedStep
 from distcockpit.world import World, first_difference
 
 logger = logging.getLogger(__name__)
-
-ON_ERROR = ("warn", "raise")
-FALLBACK = ("warn", "error")
 
 
 class DistCockpit(JoinableCockpit):
@@ -155,21 +147,12 @@ class DistCockpit(JoinableCockpit):
             return
         if process_group is None and self._ddp is not None:
             process_group = self._ddp.process_group
-        check_seconds(
-            flush_seconds=options.flush_seconds,
-            wait_seconds=options.wait_seconds,
-            store_seconds=options.store_seconds,
-            lock_seconds=options.lock_seconds,
-            timeout_seconds=timeout_seconds,
-        )
+        check(timeout_seconds=timeout_seconds)
         world = World(process_group, timeout_seconds)
         with _together(world):
-            check_choice("mode", mode, MODES)
-            check_choice("on_error", on_error, ON_ERROR)
-            check_choice("fallback", fallback, FALLBACK)
-            check_options(grad_scaler, track_batchnorm, batch_dim)
-            check_sinks(sinks)
-            check_counts(flush_rows=options.flush_rows, queue_steps=options.queue_steps)
+            check(mode=mode, on_error=on_error, fallback=fallback, sinks=sinks)
+            check(grad_scaler=grad_scaler, track_batchnorm=track_batchnorm, batch_dim=batch_dim)
+            check(**{name: value for name, value in asdict(options).items() if name in RULES})
             budget = memory_in_bytes("memory_budget", memory_budget)
             unwritten = memory_in_bytes("unwritten_budget", options.unwritten_budget)
             name = check_store(store)
@@ -269,9 +252,9 @@ class DistCockpit(JoinableCockpit):
                 says so, and rows are NaN or missing.
         """
         if self._session is not None:
-            step, epoch = check_step("track", step), check_epoch("track", epoch)
-            check_batch(weight, batch_size)
+            check("track", step=step, epoch=epoch, weight=weight, batch_size=batch_size)
             self._let_ddp_notify()
+            step = operator.index(step)
         tracked = TrackedStep(self._session, step, epoch, weight, batch_size)
         if self._session is not None and not self._session.is_inside:
             self._tracked = tracked
@@ -298,9 +281,7 @@ class DistCockpit(JoinableCockpit):
             RuntimeError: If the losses of this forward pass are known already.
         """
         if self._session is not None and self._session.is_inside and self._tracked is not None:
-            check_positive("record_losses", weight=weight, divisor=divisor)
-            if divisor is not None and not divisor:
-                raise ValueError("record_losses(divisor=0): must be positive; a loss cannot have been divided by it.")
+            check("record_losses", weight=weight, divisor=divisor)
             self._tracked.record_losses(losses, weight, divisor)
 
     def log(
@@ -321,8 +302,8 @@ class DistCockpit(JoinableCockpit):
             TypeError: If a value is no number.
         """
         if self._session is not None:
-            step, epoch = check_step("log", step), check_epoch("log", epoch)
-            self._session.log(step, epoch, reduce, scalars)
+            check("log", step=step, epoch=epoch)
+            self._session.log(operator.index(step), epoch, reduce, scalars)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest finished row of each quantity, by name, with its "step"; rank 0 only, others get ``{}``.

@@ -22,6 +22,7 @@ from torch import nn
 from waiting import run_program, until
 
 from distcockpit import DistCockpit, StoreOptions, every, open_run
+from distcockpit.notices import Notices
 from distcockpit.presets import full
 from distcockpit.quantities import Alpha, GradHist2d, MeanGSNR
 from distcockpit.store import run_store as writing
@@ -137,7 +138,7 @@ def test_names_that_appear_late_are_nan_before(tmp_path: Path, monkeypatch: pyte
 def test_a_failed_commit_is_tried_again_with_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file stands where a chunk must go, then the way is free."""
     run = run_store(tmp_path / "run", {"a": Group({"x": Field()})}, {})
-    writer = Writer(run, StoreOptions(flush_seconds=1000))
+    writer = Writer(run, StoreOptions(flush_seconds=1000), Notices())
     obstacle = tmp_path / "run/a/x/c"
     obstacle.write_text("in the way")
     for step in range(3):

@@ -20,6 +20,7 @@ from torch import nn
 from waiting import HANG, run_program, until
 
 from distcockpit import DistCockpit, StoreOptions, every, open_run
+from distcockpit.notices import Notices
 from distcockpit.quantities import GradHist2d, Loss
 from distcockpit.run import verify
 from distcockpit.store import run_store as store_module
@@ -208,7 +209,7 @@ def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
     keys.gate, keys.waits = threading.Event(), threading.Event()
     keys.gate.set()
     store = RunStore(keys, "w-", {"a": Group({"x": Field()})}, {"parameters": {}, "config": {}})
-    writer = Writer(store, StoreOptions(flush_seconds=1e-3, queue_steps=4, wait_seconds=0.5))
+    writer = Writer(store, StoreOptions(flush_seconds=1e-3, queue_steps=4, wait_seconds=0.5), Notices())
     at = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}
 
     def submit(step: int) -> None:
@@ -242,7 +243,7 @@ def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
 def test_sums_that_do_not_come_hold_back_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rank stalls, or an accelerator is broken: what was finished before is committed, and what follows goes on."""
     store = RunStore(FolderKeys(tmp_path / "run"), "w-", {"a": Group({"x": Field()})}, {"parameters": {}, "config": {}})
-    writer = Writer(store, StoreOptions(flush_seconds=0.3))
+    writer = Writer(store, StoreOptions(flush_seconds=0.3), Notices())
     at, stalls, broken = {"wall_time": 0.0, "epoch": 0.0, "batch_size": 1}, threading.Event(), threading.Event()
     appended: list[int] = []
 
@@ -331,7 +332,7 @@ from distcockpit import DistCockpit, StoreOptions, every
 from distcockpit.quantities import Loss
 net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
 cockpit = DistCockpit(net, loss_fn, store={where.store!r}, storage_options={where.options!r}, schedule=every(1),
-                      quantities=[Loss()], store_options=StoreOptions(flush_seconds=1000))
+                      quantities=[Loss()], store_options=StoreOptions(flush_seconds=1000), Notices())
 for step in range(3):
     x, y = cases.data("mlp", "mean", step)
     with cockpit.track(step):

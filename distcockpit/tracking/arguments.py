@@ -11,7 +11,8 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -32,12 +33,113 @@ from distcockpit.quantities.learning_rate import LearningRate
 from distcockpit.schedules import AnyOf, Schedule, every
 from distcockpit.sinks import Sink
 from distcockpit.store.options import StoreOptions
+from distcockpit.store.run_store import MODES
 from distcockpit.store.schema import NAME
 from distcockpit.tracking.active import of_individual_gradients
 from distcockpit.tracking.setup import Setup
 
 REDUCTIONS = ("mean", "sum", "batchmean")
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be."""
+
+    kind: str  # must be ...
+    is_kind: Callable[[Any], bool]
+    limits: str = ""  # must be ..., too
+    is_within: Callable[[Any], bool] = lambda value: True
+    or_none: bool = False
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """A number, or a tensor or an array with one element."""
+    return _is_real(value) or (getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "__float__"))
+
+
+def _is_index(value: object) -> bool:
+    """An integer, or what stands for one, such as a tensor with one."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def one_of(*choices: str) -> Rule:
+    """One of these texts."""
+    return Rule("", lambda value: True, f"one of {list(choices)}", lambda value: value in choices)
+
+
+SECONDS = Rule("a number of seconds", _is_real, "positive and finite", lambda value: 0 < float(value) < float("inf"))
+COUNT = Rule("an integer", _is_integer, "at least 1", lambda value: value >= 1)
+RULES: dict[str, Rule] = {
+    "flush_seconds": SECONDS,
+    "wait_seconds": SECONDS,
+    "store_seconds": SECONDS,
+    "lock_seconds": SECONDS,
+    "timeout_seconds": SECONDS,
+    "flush_rows": COUNT,
+    "queue_steps": COUNT,
+    "mode": one_of(*MODES),
+    "on_error": one_of("warn", "raise"),
+    "fallback": one_of("warn", "error"),
+    "grad_scaler": Rule("a torch.amp.GradScaler or None", lambda value: hasattr(value, "get_scale"), or_none=True),
+    "track_batchnorm": Rule("True or False", lambda value: isinstance(value, bool)),
+    "batch_dim": Rule(
+        "an integer, the axis of the model's inputs that is the batch",
+        _is_integer,
+        "at least 0; count axes from the front",
+        lambda value: value >= 0,
+    ),
+    "sinks": Rule(
+        "a list of sinks, such as [TensorBoard('runs/tensorboard')]",
+        lambda value: isinstance(value, list | tuple) and all(isinstance(sink, Sink) for sink in value),
+    ),
+    "step": Rule(
+        "an integer", _is_index, "at least 0 and below 2^53", lambda value: 0 <= operator.index(value) < 2**53
+    ),
+    "epoch": Rule("a number", _is_real, or_none=True),
+    "batch_size": Rule("an integer", _is_integer, "at least 0", lambda value: value >= 0, or_none=True),
+    "weight": Rule(
+        "a number", _is_number, "at least 0 and finite", lambda value: 0 <= float(value) < float("inf"), or_none=True
+    ),
+    "divisor": Rule(
+        "a number", _is_number, "positive and finite", lambda value: 0 < float(value) < float("inf"), or_none=True
+    ),
+}
+"""What each argument must be, by its name; of DistCockpit, StoreOptions, ``track``, ``log`` and ``record_losses``."""
+
+
+def check(call: str = "", /, **arguments: object) -> None:
+    """Check arguments against their rules.
+
+    Args:
+        call: The method that takes them; of constructors none.
+        arguments: By name.
+
+    Raises:
+        TypeError: If one is of the wrong kind.
+        ValueError: If one is out of range.
+    """
+    for name, value in arguments.items():
+        rule = RULES[name]
+        if value is None and rule.or_none:
+            continue
+        what = f"{call}({name}={value!r})" if call else f"{name}={value!r}"
+        if not rule.is_kind(value):
+            raise TypeError(f"{what}: must be {rule.kind}.")
+        if not rule.is_within(value):
+            raise ValueError(f"{what}: must be {rule.limits}.")
 
 
 def bare_module(model: nn.Module) -> nn.Module:
@@ -209,45 +311,6 @@ def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
             )
 
 
-def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
-    """Check whether a value is among the allowed ones.
-
-    Raises:
-        ValueError: If not.
-    """
-    if value not in choices:
-        raise ValueError(f"{argument}={value!r}: must be one of {list(choices)}.")
-
-
-def check_options(grad_scaler: object, track_batchnorm: object, batch_dim: object) -> None:
-    """Check whether the remaining options are of the right kind.
-
-    Raises:
-        TypeError: If one is not.
-        ValueError: If ``batch_dim`` is negative.
-    """
-    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-        raise TypeError(f"grad_scaler={grad_scaler!r}: must be a torch.amp.GradScaler or None.")
-    if not isinstance(track_batchnorm, bool):
-        raise TypeError(f"track_batchnorm={track_batchnorm!r}: must be True or False.")
-    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
-        raise TypeError(
-            f"batch_dim={batch_dim!r}: must be an integer, the axis of the model's inputs that is the batch."
-        )
-    if batch_dim < 0:
-        raise ValueError(f"batch_dim={batch_dim!r}: must be at least 0; count axes from the front.")
-
-
-def check_sinks(sinks: object) -> None:
-    """Check whether these are sinks.
-
-    Raises:
-        TypeError: If not.
-    """
-    if not isinstance(sinks, list | tuple) or not all(isinstance(sink, Sink) for sink in sinks):
-        raise TypeError(f"sinks={sinks!r}: must be a list of sinks, such as [TensorBoard('runs/tensorboard')].")
-
-
 def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> StoreOptions:
     """The options of the store, together with those that are given by themselves.
 
@@ -279,34 +342,6 @@ def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> 
     return dataclasses.replace(options, **flat)
 
 
-def check_seconds(**options: object) -> None:
-    """Check whether these are times.
-
-    Raises:
-        TypeError: If one is no number.
-        ValueError: If one is not positive.
-    """
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}={value!r}: must be a number of seconds.")
-        if not 0 < float(value) < float("inf"):
-            raise ValueError(f"{name}={value!r}: must be positive and finite.")
-
-
-def check_counts(**options: object) -> None:
-    """Check whether these are counts.
-
-    Raises:
-        TypeError: If one is no integer.
-        ValueError: If one is not positive.
-    """
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be an integer.")
-        if value < 1:
-            raise ValueError(f"{name}={value!r}: must be at least 1.")
-
-
 def memory_in_bytes(argument: str, value: object) -> int:
     """An amount of memory as a number.
 
@@ -321,73 +356,6 @@ def memory_in_bytes(argument: str, value: object) -> int:
     if found is None or (found[2] or "b") not in BYTES or not float(found[1]) * BYTES[found[2] or "b"] >= 1:
         raise ValueError(f"{argument}={value!r}: {rule}")
     return int(float(found[1]) * BYTES[found[2] or "b"])
-
-
-def check_step(call: str, step: object) -> int:
-    """A step as a plain integer.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If it is negative or too large for the store.
-    """
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool):
-        raise TypeError(f"{call}(step={step!r}): must be an integer.")
-    if not 0 <= number < 2**53:
-        raise ValueError(f"{call}(step={step!r}): must be at least 0 and below 2^53.")
-    return number
-
-
-def check_epoch(call: str, epoch: object) -> float | None:
-    """An epoch as a plain number.
-
-    Raises:
-        TypeError: If it is no number.
-    """
-    if epoch is None:
-        return None
-    if isinstance(epoch, bool) or not isinstance(epoch, Real):
-        raise TypeError(f"{call}(epoch={epoch!r}): must be a number.")
-    return float(epoch)
-
-
-def check_batch(weight: object, batch_size: object) -> None:
-    """Check whether the user's word on the batch makes sense.
-
-    Raises:
-        TypeError: If one is no number.
-        ValueError: If one is negative, or the weight is not finite.
-    """
-    if batch_size is not None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"track(batch_size={batch_size!r}): must be an integer.")
-        if batch_size < 0:
-            raise ValueError(f"track(batch_size={batch_size!r}): must be at least 0.")
-    check_positive("track", weight=weight)
-
-
-def check_positive(call: str, **options: object) -> None:
-    """Check whether these are numbers that are not negative, or not given.
-
-    Raises:
-        TypeError: If one is no number.
-        ValueError: If one is negative or not finite.
-    """
-    for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not (isinstance(value, Real) or _is_number(value)):
-            raise TypeError(f"{call}({name}={value!r}): must be a number.")
-        if not 0 <= float(value) < float("inf"):  # type: ignore[arg-type]
-            raise ValueError(f"{call}({name}={value!r}): must be at least 0 and finite.")
-
-
-def _is_number(value: object) -> bool:
-    """A tensor or an array with one element."""
-    return getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "__float__")
 
 
 def description(

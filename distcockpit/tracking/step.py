@@ -48,7 +48,8 @@ class TrackedStep:
         weight: float | None,
         batch_size: int | None,
     ) -> None:
-        self._maybe_session, self._step, self._epoch = session, step, epoch
+        self._maybe_session, self._step = session, step
+        self._epoch = None if epoch is None else float(epoch)
         self._weight, self._batch_size = weight, batch_size
         self._active = Active([])
         self._ending: tuple[Update | None, Stamp | None] = None, None

@@ -74,8 +74,8 @@ class UserLog:
     ) -> None:
         """Take the scalars of one call, see ``DistCockpit.log``; they were checked."""
         self._last_step = step
-        entry = self.entries.setdefault(step, LogEntry(step, epoch, wall_time))
-        entry.epoch = epoch if epoch is not None else entry.epoch
+        entry = self.entries.setdefault(step, LogEntry(step, None, wall_time))
+        entry.epoch = float(epoch) if epoch is not None else entry.epoch
         kept = {n: v.detach().clone() if isinstance(v, Tensor) else float(v) for n, v in scalars.items()}
         if reduce is None:
             entry.values.update(kept)
