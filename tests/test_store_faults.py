@@ -332,7 +332,7 @@ from distcockpit import DistCockpit, StoreOptions, every
 from distcockpit.quantities import Loss
 net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
 cockpit = DistCockpit(net, loss_fn, store={where.store!r}, storage_options={where.options!r}, schedule=every(1),
-                      quantities=[Loss()], store_options=StoreOptions(flush_seconds=1000), Notices())
+                      quantities=[Loss()], store_options=StoreOptions(flush_seconds=1000))
 for step in range(3):
     x, y = cases.data("mlp", "mean", step)
     with cockpit.track(step):
