@@ -48,7 +48,7 @@ class _Options(click.ParamType):
         except ValueError:
             options = None
         if not isinstance(options, dict):
-            self.fail(f"{value!r} is no JSON object, such as '{{\"anon\": true}}'.", param, ctx)
+            self.fail(f"{value!r} is not a JSON object such as '{{\"anon\": true}}'.", param, ctx)
         return options
 
 
@@ -58,24 +58,24 @@ def _takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _storage = click.option(
-    "--storage-options", type=_Options(), help="Options of fsspec for a URL, as JSON: credentials, endpoint."
+    "--storage-options", type=_Options(), help="fsspec options for a URL, as JSON: credentials, endpoint."
 )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", message="%(version)s")
 def cli() -> None:
-    """Look at runs that distcockpit recorded. RUN is a folder or a URL; it may still be written to.
+    """Inspect runs recorded by distcockpit. RUN is a folder or a URL; the run may still be in progress.
 
-    Nothing here needs torch, and nothing is written into a run.
+    No command needs torch, and none writes to a run.
     """
 
 
 @cli.command()
 @_takes_run
-@click.option("--json", "as_json", is_flag=True, help="For a script.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
-    """Print what a run holds, and what looks wrong."""
+    """Print what a run contains, and what looks wrong."""
     tree = open_run(run, storage_options)
     size = keys_of(run, storage_options).total()
     if as_json:
@@ -93,7 +93,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="PNG, PDF or SVG.")
 @click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True)
 def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
-    """Draw the whole panel into a file."""
+    """Draw the full panel to a file."""
     check_place(output, run)
     _figure({run: open_run(run, storage_options)}, output, dpi)
 
@@ -102,7 +102,7 @@ def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: in
 @_takes_run
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="An HTML file.")
 def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> None:
-    """Write one page of HTML, with findings and interactive figures, that opens offline."""
+    """Write a single HTML page with findings and interactive figures that works offline."""
     check_suffix(output, [".html", ".htm"])
     check_place(output, run)
     _page({run: open_run(run, storage_options)}, output)
@@ -119,9 +119,9 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
     show_default=True,
     help="HTML, or PNG, PDF or SVG.",
 )
-@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True, help="Of a PNG.")
+@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True, help="Resolution of a PNG.")
 def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
-    """Draw several runs over each other, in the same figures."""
+    """Overlay several runs in the same figures."""
     if len(runs) < 2:
         refuse(f"compare: takes two runs or more, not {len(runs)}.")
     check_place(output, *runs)
@@ -134,14 +134,14 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
 
 @cli.command()
 @_takes_run
-@click.option("--terminal", "in_terminal", is_flag=True, help="In this terminal instead of a page.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Default: 8128, or one that is free.")
+@click.option("--terminal", "in_terminal", is_flag=True, help="Show it in this terminal instead of on a page.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Default: 8128, or any free port.")
 @click.option("--refresh", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True, metavar="SECONDS")
 @click.option("--open/--no-open", "browser", default=False, help="Open the page in a browser.")
 def watch(
     run: str, storage_options: dict[str, Any] | None, in_terminal: bool, port: int | None, refresh: float, browser: bool
 ) -> None:
-    """Follow a run while it is written: a page on 127.0.0.1, or, with --terminal, a table here. Ctrl-C ends it."""
+    """Follow a run live: on a page at 127.0.0.1 or, with --terminal, as a table. Press Ctrl-C to stop."""
     open_run(run, storage_options)  # what is wrong with it is said at once
     if in_terminal:
         return _watch_here(run, storage_options, refresh)
@@ -154,7 +154,7 @@ def watch(
     )
 
     def ready(address: str) -> None:
-        click.echo(f"{plain(run)}: {address} (Ctrl-C ends it)")
+        click.echo(f"{plain(run)}: {address} (press Ctrl-C to stop)")
         sys.stdout.flush()
         if browser:
             click.launch(address)
@@ -168,9 +168,9 @@ def watch(
 @click.option(
     "--format", "kind", type=click.Choice(["tensorboard", "csv", "parquet"]), default="tensorboard", show_default=True
 )
-@click.option("--quantity", "only", multiple=True, metavar="NAME", help="Only this one; may be given several times.")
+@click.option("--quantity", "only", multiple=True, metavar="NAME", help="Export only this quantity; can be repeated.")
 def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind: str, only: tuple[str, ...]) -> None:
-    """Write a run in another tool's format: TensorBoard event files, or a CSV or Parquet table per quantity."""
+    """Export a run to TensorBoard event files, or to one CSV or Parquet table per quantity."""
     from distcockpit.view.export import FORMATS
 
     check_place(output, run)
@@ -187,9 +187,9 @@ def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind:
 
 @cli.command()
 @_takes_run
-@click.option("--json", "as_json", is_flag=True, help="For a script.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def verify(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
-    """Read every committed row; exit code 1 if something is damaged."""
+    """Read every committed row; the exit code is 1 if anything is damaged."""
     with bar("verify") as (shown, task):
         problems = verify_run(run, storage_options, lambda done, of: shown.update(task, completed=done, total=of))
     if as_json:
@@ -205,7 +205,7 @@ def verify(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> N
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion of a shell: eval "$(distcockpit completion bash)" in ~/.bashrc switches it on."""
+    """Print the shell completion script; eval "$(distcockpit completion bash)" in ~/.bashrc enables it."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cli, {}, "distcockpit", "_DISTCOCKPIT_COMPLETE").source())

@@ -1,4 +1,4 @@
-"""DistCockpit: the public face. It checks, agrees with the other ranks, and hands on to the session."""
+"""DistCockpit, the public entry point: checks arguments, agrees with the other ranks, and hands over to the session."""
 
 from __future__ import annotations
 
@@ -64,50 +64,51 @@ class DistCockpit(JoinableCockpit):
 
     Args:
         model: ``DistributedDataParallel`` or any module. Without torch.distributed it is a world of one.
-        loss_fn: The loss module, or a function such as ``F.cross_entropy``, that curvature is of; it is called as
-            ``loss_fn(model(x), y)``. Nothing else needs it: the loss is found as the loop computes it.
-        optimizer: The optimizer of the model's parameters. Several as a list or by name, ``{"matrices": muon, "rest":
-            adamw}``: beside ``alpha``, the whole update, each then has an alpha of its own, ``alpha_matrices`` (by its
-            place in a list: ``alpha_0``). With ``torch.optim.LBFGS``, put ``with cockpit.track(step):`` inside the
+        loss_fn: The loss module, or a function such as ``F.cross_entropy``, to compute the curvature of; it is called
+            as ``loss_fn(model(x), y)``. Nothing else needs it: the loss itself is found as the loop computes it.
+        optimizer: The optimizer of the model's parameters. Pass several as a list or by name, ``{"matrices": muon,
+            "rest": adamw}``: besides ``alpha`` for the whole update, each then gets an alpha of its own,
+            ``alpha_matrices`` (in a list, by index: ``alpha_0``). With ``torch.optim.LBFGS``, put ``with
+            cockpit.track(step):`` inside the
             closure: its first call at each step is tracked.
         store: Where the Zarr store is: a path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or any
             ``zarr.abc.store.Store``.
         quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of names and quantities.
         schedule: Steps to track, for quantities without a schedule of their own; 10 is ``every(10)``.
-        mode: "w-" refuses an existing run, "w" replaces one, "a" resumes it, or begins it where there is none: rows of
-            steps that are tracked or logged again are dropped, and the rest goes on; see :meth:`load_state_dict`.
+        mode: "w-" refuses an existing run, "w" replaces it, "a" resumes it, or starts one if there is none: rows of
+            steps that are tracked or logged again are dropped, and the run continues; see :meth:`load_state_dict`.
         process_group: The data-parallel group; that of the DDP model by default.
-        enabled: ``False``, or ``DISTCOCKPIT=off`` in the environment, makes every call do nothing.
+        enabled: ``False``, or ``DISTCOCKPIT=off`` in the environment, makes every call a no-op.
         include: Patterns (``fnmatch``) of the names of layers to track; all by default.
         exclude: Patterns of the names of layers to leave out.
-        batch_dim: The batch axis of the model's inputs. Those of the layers inside are found by calling the model once
-            with one sample more.
-        fallback: What to do where only a slow route is exact (running a part of the model again, one backward pass per
-            sample, for the few parameters concerned): "warn" takes it and says what it costs, "error" refuses, at the
-            latest when the first tracked step ends.
-        memory_budget: Most memory for a block of individual gradients and what it is formed from, in bytes or as a text
-            ("64MiB"). A block holds at least one sample, and not more than pays (32 MiB). As much again may stay of
-            what was formed, until the end of the step, or of the next one where an update is looked at from both ends.
+        batch_dim: The batch axis of the model's inputs. Batch axes inside the model are found by calling the model once
+            with one more sample.
+        fallback: What to do if only a slow route is exact (running a part of the model again, with one backward pass
+            per sample, for the few parameters that need it): "warn" takes it and logs what it costs, "error" refuses
+            it, no later than at the end of the first tracked step.
+        memory_budget: Maximum memory for a block of individual gradients and what it is computed from, in bytes or as a
+            string ("64MiB"). A block holds at least one sample, and no more than pays off (32 MiB). The same amount
+            again may be kept until the end of the step, or of the next step if an update is needed from both ends.
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
-        on_error: What faults of the environment (disk, network) do: "warn" logs, keeps rows and tries again; "raise"
-            raises at the next ``track``.
-        timeout_seconds: Longest time that a rank waits for another one in the cockpit's own exchanges; then an error
-            says who is missing, and where it was last.
-        storage_options: Options of fsspec for a URL: credentials, endpoint.
-        store_options: How long rows wait for the store, how long anybody waits for it, and how much is kept
-            meanwhile; see :class:`StoreOptions`.
-        flat: Options of the store by themselves, as in earlier releases (``flush_seconds=5``); with a warning.
-        sinks: Where rank 0 shows numbers and histograms live, beside the store: ``TensorBoard``, ``WandB`` of
+        on_error: What environment faults (disk, network) do: "warn" logs them, keeps rows and retries; "raise" raises
+            at the next ``track``.
+        timeout_seconds: How long a rank waits for another one in the cockpit's own collectives; after that, an error
+            says which rank is missing, and where it was last seen.
+        storage_options: fsspec options for a URL: credentials, endpoint.
+        store_options: How long rows wait for the store, how long to wait for the store, and how much is kept in the
+            meantime; see :class:`StoreOptions`.
+        flat: Deprecated: store options as plain keywords, as in earlier releases (``flush_seconds=5``).
+        sinks: Where rank 0 shows numbers and histograms live, in addition to the store: ``TensorBoard``, ``WandB`` of
             ``distcockpit.sinks``.
 
     Raises:
-        ValueError: If an argument breaks its rule, or a layer cannot be served; the text names it and a way out.
-        TypeError: If an argument is of the wrong kind.
-        FileExistsError: If ``store`` exists and the mode does not allow replacing it, or somebody else writes it.
+        ValueError: If an argument breaks its rule, or a layer is not supported; the message names it and a way out.
+        TypeError: If an argument has the wrong type.
+        FileExistsError: If ``store`` exists and the mode does not allow replacing it, or another process writes it.
         OSError: If the store cannot be written.
-        RuntimeError: If the ranks disagree, or one does not come.
+        RuntimeError: If the ranks disagree, or one does not respond.
     """
 
     def __init__(
@@ -170,7 +171,9 @@ class DistCockpit(JoinableCockpit):
         said = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
         difference = first_difference(world.all_gather_object(description(facts, chosen, loss_fn, **said)))
         if difference is not None:
-            raise RuntimeError(f"The ranks disagree: {difference}. Construct DistCockpit alike on all ranks.")
+            raise RuntimeError(
+                f"The ranks disagree: {difference}. Construct DistCockpit with the same arguments on all ranks."
+            )
         setup = Setup(
             world,
             bare,
@@ -199,7 +202,7 @@ class DistCockpit(JoinableCockpit):
                 keys = keys_of(store, storage_options, options.store_seconds, options.fsync)
                 told, here = attributes(setup, cover), segment(world.size, hosts)
                 with ExitStack() as started:
-                    for sink in sinks:  # before there is a store, which would be in the way of the next try
+                    for sink in sinks:  # before there is a store, which would block the next attempt
                         sink.start()
                         started.callback(sink.close)
                     run = RunStore(keys, mode, groups, told, here, options.lock_seconds, unwritten)
@@ -233,23 +236,24 @@ class DistCockpit(JoinableCockpit):
         weight: float | None = None,
         batch_size: int | None = None,
     ) -> TrackedStep:
-        """The context of one optimizer step's forward and backward passes, micro-batches included.
+        """Return the context manager for one optimizer step's forward and backward passes, micro-batches included.
 
         Args:
-            step: Number of the step; it must grow from call to call. Quantities over an update (alpha) need steps
-                that grow by one.
-            epoch: Stored beside the step.
-            weight: How many terms the loss is a mean over, where that is not seen (a fused loss of one's own), or a sum
-                that nothing divides is to be reported as the mean over: a number of tokens, for example.
-            batch_size: Number of samples, where it is not the batch axis of the model's first tensor argument.
+            step: Number of the step; it must increase from call to call. Quantities that span an update (alpha) need
+                consecutive steps.
+            epoch: Stored with the step.
+            weight: The number of terms the loss is a mean over, if this cannot be seen (e.g. a custom fused loss), or
+                if a sum that is not divided by anything should be reported as a mean over them: a number of tokens, for
+                example.
+            batch_size: Number of samples, if it is not the batch axis of the model's first tensor argument.
 
         Raises:
-            TypeError: If an argument is no number.
-            ValueError: If an argument is out of range; on entering, if the step does not grow.
-            RuntimeError: On entering or leaving, if ``track`` is entered twice or after ``close``, or the ranks are at
-                different steps; at the first tracked step, if you listed quantities by hand, also if this loop or model
-                cannot have them, or a forward pass has no backward. Later, and where all come from presets, a notice
-                says so, and rows are NaN or missing.
+            TypeError: If an argument is not a number.
+            ValueError: If an argument is out of range; on entering, if the step does not increase.
+            RuntimeError: On entering or leaving, if ``track`` is nested or called after ``close``, or the ranks are at
+                different steps; at the first tracked step, if you listed quantities explicitly, also if this loop or
+                model does not support them, or a forward pass has no backward. Later, and if all quantities come from
+                presets, a warning says so, and rows are NaN or missing.
         """
         if self._session is not None:
             check("track", step=step, epoch=epoch, weight=weight, batch_size=batch_size)
@@ -261,24 +265,24 @@ class DistCockpit(JoinableCockpit):
         return tracked
 
     def record_losses(self, losses: Tensor, *, weight: float | None = None, divisor: float | None = None) -> None:
-        """Hand over the losses of the latest forward pass, where they are not seen.
+        """Record the losses of the latest forward pass, if they cannot be seen.
 
         Call it inside ``track``, once per micro-batch, with losses that the backward pass goes through:
         ``losses = f(model(x), y); cockpit.record_losses(losses); losses.mean().backward()``.
 
         Args:
-            losses: One loss per sample, shape ``[B]``, or the loss of the micro-batch, a tensor without axes. From the
-                gradient that reaches it follow the factors on it (the scale of mixed precision, one over the number of
-                micro-batches), so that these need not be told.
-            weight: How many terms the micro-batch has, where that is not its number of samples: tokens, for example. A
-                tensor on a GPU is waited for, and so is ``divisor``.
-            divisor: What the loss of the micro-batch was divided by, where that is not ``weight``: the tokens of all
+            losses: One loss per sample, shape ``[B]``, or the loss of the micro-batch, a scalar tensor. Factors on it
+                (the scale of mixed precision, one over the number of micro-batches) are derived from the gradient that
+                reaches it, so they need not be passed.
+            weight: The number of terms of the micro-batch, if it is not the number of samples: tokens, for example. If
+                this or ``divisor`` is a tensor on a GPU, the host waits for it.
+            divisor: What the loss of the micro-batch was divided by, if it is not ``weight``: the tokens of all
                 micro-batches, for example. Positive.
 
         Raises:
-            TypeError: If an argument is no number.
-            ValueError: If the shape is another, or ``divisor`` is zero, or given where it can be measured.
-            RuntimeError: If the losses of this forward pass are known already.
+            TypeError: If an argument is not a number.
+            ValueError: If the shape is wrong, or ``divisor`` is zero, or given although it can be measured.
+            RuntimeError: If the losses of this forward pass are already known.
         """
         if self._session is not None and self._session.is_inside and self._tracked is not None:
             check("record_losses", weight=weight, divisor=divisor)
@@ -290,45 +294,44 @@ class DistCockpit(JoinableCockpit):
         """Store scalars of the training script under ``step``.
 
         Args:
-            step: Number of the step; it must not fall from call to call.
-            epoch: Stored beside the step.
-            reduce: ``None`` stores rank 0's values. "mean" or "sum" pool the values of all ranks, which ride in the
-                exchange of the next tracked step (or of ``close``), and are stored then; all ranks must log the same
-                names.
+            step: Number of the step; it must not decrease from call to call.
+            epoch: Stored with the step.
+            reduce: ``None`` stores rank 0's values. "mean" or "sum" pool the values of all ranks; these are sent along
+                with the next tracked step (or ``close``) and stored then. All ranks must log the same names.
             scalars: Numbers, or tensors with one element.
 
         Raises:
-            ValueError: If the step falls, or a name or ``reduce`` is not allowed.
-            TypeError: If a value is no number.
+            ValueError: If the step decreases, or a name or ``reduce`` is not allowed.
+            TypeError: If a value is not a number.
         """
         if self._session is not None:
             check("log", step=step, epoch=epoch)
             self._session.log(operator.index(step), epoch, reduce, scalars)
 
     def latest(self) -> dict[str, dict[str, Any]]:
-        """The newest finished row of each quantity, by name, with its "step"; rank 0 only, others get ``{}``.
+        """Return the latest finished row of each quantity, by name, with its "step"; ``{}`` on ranks other than 0.
 
-        It never waits: rows appear here a little after their step.
+        It never blocks: rows appear here shortly after their step.
         """
         recorder = None if self._session is None else self._session.recorder
         return {} if recorder is None else recorder.latest()
 
     def coverage(self) -> Coverage:
-        """How each parameter is tracked, as a table: ``print(cockpit.coverage())``.
+        """Return how each parameter is tracked, as a table: ``print(cockpit.coverage())``.
 
-        Before the first tracked step it says what the kinds of the layers promise; from then on, what was found. Each
-        rank may ask; the store holds rank 0's table in the attribute ``coverage``.
+        Before the first tracked step it shows what the layer types suggest; after that, what was found. Every rank may
+        call it; the store holds rank 0's table in the attribute ``coverage``.
         """
         return Coverage() if self._session is None else self._session.attribution.coverage()
 
     def state_dict(self) -> dict[str, Any]:
-        """The cockpit's own state, to be saved with a checkpoint of the model and the optimizer.
+        """Return the cockpit's own state, to be saved with a checkpoint of the model and the optimizer.
 
         Call it on every rank, outside of ``track``, after ``optimizer.step()``. Everything finished so far is in the
         store when it returns.
 
         Returns:
-            Tensors on the CPU, numbers, texts, and containers of them (``torch.load(weights_only=True)`` reads it).
+            Tensors on the CPU, numbers, strings, and containers of them (``torch.load(weights_only=True)`` reads it).
             Rank 0's is complete: save it, and load it on all ranks. Its size depends on the quantities: a copy of the
             parameters each for ``Alpha`` or ``UpdateSize``, for ``Distance``, for ``UpdateGeometry``, two for
             ``GradientGeometry``, and the output gradients of one batch for ``OutputGradientGeometry``.
@@ -339,19 +342,19 @@ class DistCockpit(JoinableCockpit):
         return {} if self._session is None else checkpoint.save(self._session)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on as if the run had not been interrupted; before the first step, on every rank, with any number of them.
+        """Continue as if the run had not been interrupted; call it on every rank, before the first step.
 
-        The model must be that of the same checkpoint. With it and ``mode="a"`` a resumed run has the rows of an
-        uninterrupted one. Without it there is a seam: the ``Alpha`` of the update in between and cosines with what was
-        before are NaN, ``Distance`` is NaN from there, adapted bin ranges begin anew; ``status``, ``previous_step`` and
-        ``edges`` tell.
+        The number of ranks may differ. The model must be that of the same checkpoint. With the state and ``mode="a"``,
+        a resumed run has the same rows as an uninterrupted one. Without it there is a seam: the ``Alpha`` of the update
+        in between and cosines with earlier steps are NaN, ``Distance`` is NaN from there on, and adapted bin ranges
+        start over; ``status``, ``previous_step`` and ``edges`` show this.
 
         Args:
-            state_dict: What :meth:`state_dict` returned; an empty one (from a cockpit that was off) does nothing.
+            state_dict: What :meth:`state_dict` returned; an empty one (from a disabled cockpit) is a no-op.
 
         Raises:
-            RuntimeError: If a step was tracked already, or the ranks load different states.
-            ValueError: If it is not the state of such a cockpit.
+            RuntimeError: If a step has already been tracked, or the ranks load different states.
+            ValueError: If it is not the state of a matching cockpit.
         """
         if self._session is not None and state_dict:
             checkpoint.load(self._session, state_dict)
@@ -360,7 +363,8 @@ class DistCockpit(JoinableCockpit):
     def _ddp_model(self) -> DistributedDataParallel:
         if self._ddp is None:
             raise TypeError(
-                f"model={type(self.model).__name__}: Join needs a cockpit around DistributedDataParallel; wrap it."
+                f"model={type(self.model).__name__}: Join needs a DistributedDataParallel model. Wrap the model in it, "
+                "and pass that to DistCockpit."
             )
         return self._ddp
 
@@ -374,14 +378,14 @@ class DistCockpit(JoinableCockpit):
             self._session.flush()
 
     def close(self) -> None:
-        """Finish the run: write everything and mark the store as closed. Every rank calls it; twice is harmless."""
+        """Finish the run: write everything and mark the store as closed. Call it on every rank; twice is harmless."""
         if self._session is not None:
             self._session.shutdown.close(orderly=True)
 
 
 @contextmanager
 def _together(world: World) -> Generator[None, None, None]:
-    """If a rank raises inside, all do.
+    """Raise on all ranks if one raises inside.
 
     Raises:
         RuntimeError: On the ranks that had no problem of their own.

@@ -49,8 +49,9 @@ class DistCockpitCallback(pl.Callback):
         """
         if not pl_module.automatic_optimization:
             raise TypeError(
-                f"DistCockpitCallback: {type(pl_module).__name__} has automatic_optimization=False. Use DistCockpit in "
-                "its training_step instead: `with cockpit.track(step):` around forward and backward passes."
+                f"DistCockpitCallback: {type(pl_module).__name__} has automatic_optimization=False, which the callback "
+                "does not support. Use DistCockpit in its training_step instead: put `with cockpit.track(step):` "
+                "around the forward and backward passes."
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"mode": "a" if trainer.global_step else "w-", "grad_scaler": scaler, **self._options}
@@ -132,6 +133,6 @@ def _submodule(pl_module: pl.LightningModule, argument: str, name: str) -> nn.Mo
     if name not in known:
         raise ValueError(
             f"DistCockpitCallback({argument}={name!r}): {type(pl_module).__name__} has no such submodule; it has "
-            f"{[path for path, _ in pl_module.named_children()]}, and what is inside them."
+            f"{[path for path, _ in pl_module.named_children()]}, and their submodules."
         )
     return known[name]

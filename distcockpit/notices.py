@@ -1,4 +1,4 @@
-"""What the cockpit has to say during a run: each notice once, in the log and in the store."""
+"""Notices of a run: each is logged once, and kept in the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Notices:
         self._states: dict[str, str] = {}
 
     def once(self, topic: str, text: str, step: int) -> None:
-        """Log a warning the first time that its topic comes up, and keep it."""
+        """Log a warning the first time its topic comes up, and keep it."""
         if topic not in self._said:
             self._said.add(topic)
             logger.warning("distcockpit: %s", text)
@@ -32,12 +32,12 @@ class Notices:
                 self._keep(list(self._kept))
 
     def when_new(self, topic: str, text: str | None, state: str | None = None) -> None:
-        """Log a warning about something that lasts when it begins or changes; from any thread.
+        """Log a warning about an ongoing condition when it starts or changes; callable from any thread.
 
         Args:
             topic: What it is about.
-            text: The warning; ``None`` if all is well again.
-            state: What makes it another one, if not the text.
+            text: The warning; ``None`` once the condition is over.
+            state: What distinguishes one warning from the next; the text by default.
         """
         if text is None:
             self._states.pop(topic, None)

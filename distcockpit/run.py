@@ -45,7 +45,7 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     try:
         return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"store={run.keys.name!r}: is no run of distcockpit that is in order: {error!r}.") from error
+        raise ValueError(f"store={run.keys.name!r} is not a valid distcockpit run: {error!r}.") from error
 
 
 def verify(

@@ -102,7 +102,7 @@ class TensorBoard(Sink):
             self._writer = SummaryWriter(self.folder, flush_secs=self._flush_seconds)
         except OSError as error:
             raise OSError(
-                f"sinks=[TensorBoard({str(self.folder)!r})]: the folder cannot be written ({error}). Take another."
+                f"sinks=[TensorBoard({str(self.folder)!r})]: the folder cannot be written ({error}). Choose another."
             ) from error
 
     def write(
@@ -159,7 +159,8 @@ class WandB(Sink):
     def __init__(self, run: Any = None, **options: Any) -> None:
         if run is not None and options:
             raise TypeError(
-                f"WandB(run=..., {', '.join(options)}=...): options are those of a run that is yet to begin."
+                f"WandB(run=..., {', '.join(options)}=...): options only apply to a run that WandB starts itself. Pass "
+                "either run= or options."
             )
         self._run, self._options, self._is_ours = run, options, run is None
         self._defined: set[str] = set()

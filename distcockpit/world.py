@@ -1,21 +1,21 @@
-"""What crosses ranks: the agreement at the start, the header of a step, the sums.
+"""What ranks exchange: the agreement at the start, the header of a step, the sums.
 
 A world of one needs no process group.
 
-The only file that uses torch.distributed. A tracked step makes two exchanges, or three when a quantity needs
-element-wise pooled vectors, in this order:
+The only file that uses torch.distributed. A tracked step makes two exchanges, or three if a quantity needs pooled
+element-wise vectors, in this order:
 
-1. the header: a fixed-size record per rank, gathered on a CPU (gloo) group, waited for;
-2. element-wise vectors, such as the mean gradient: all-reduced, waited for by what needs them (on an accelerator by its
-   stream, not by the host);
-3. the sums: one packed float64 buffer, all-reduced, not waited for.
+1. the header: a fixed-size record per rank, all-gathered on a CPU (gloo) group; blocking;
+2. element-wise vectors, such as the mean gradient: all-reduced; whatever needs them waits (on an accelerator its
+   stream, not the host);
+3. the sums: one packed float64 buffer, all-reduced asynchronously.
 
-An eigenvalue of the Hessian adds two exchanges per product with a vector. The first tracked step of a quantity whose
-sums depend on the sizes of outputs compares these, once; so does the first one of each selection of quantities with the
-names and lengths of its sums, because a backend ends the process where lengths differ. While ranks have run out of data
-(`torch.distributed.algorithms.Join`), the parameters follow the header.
+An eigenvalue of the Hessian adds two exchanges per Hessian-vector product. The first tracked step of a quantity whose
+sums depend on output sizes compares these sizes, once; the first step of each selection of quantities likewise compares
+the names and lengths of its sums, because backends abort the process if lengths differ. While ranks have run out of
+data (`torch.distributed.algorithms.Join`), the parameters follow the header.
 
-Every rank leaves word where it is, so that who waits in vain can say for whom.
+Every rank records its position, so that a rank that waits in vain can say which one is missing.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Record = Mapping[str, float]
 
 
 def record_of(kind: float, step: int, **numbers: float) -> dict[str, float]:
-    """A header record; what is not said is zero."""
+    """Return a header record; numbers that are not given are zero."""
     return dict.fromkeys(HEADER, 0.0) | {"kind": kind, "step": float(step)} | numbers
 
 
 class Pending:
-    """A sum on its way. ``result`` waits for it, from any thread."""
+    """A sum in flight. ``result`` waits for it, from any thread."""
 
     def __init__(self, buffer: Tensor, work: Any = None, explain: Callable[[str], str] = str) -> None:
         self._buffer, self._work, self._explain = buffer, work, explain
@@ -76,10 +76,10 @@ class Pending:
             buffer.record_stream(side)
 
     def result(self) -> np.ndarray:
-        """The total, as a float64 array.
+        """Return the total, as a float64 array.
 
         Raises:
-            RuntimeError: If a rank ended before it had sent its part, or took too long.
+            RuntimeError: If a rank exited before it sent its part, or took too long.
         """
         if self._ready is not None:
             self._ready.synchronize()
@@ -100,24 +100,24 @@ class Pending:
 
 @dataclass
 class Traffic:
-    """What a rank handed to collectives."""
+    """What a rank passed to collectives."""
 
     exchanges: int = 0
     bytes: int = 0
 
     def count(self, buffer: Tensor) -> Tensor:
-        """The buffer is about to be exchanged."""
+        """Count a buffer that is about to be exchanged."""
         self.exchanges += 1
         self.bytes += buffer.numel() * buffer.element_size()
         return buffer
 
 
 class RankFailed(RuntimeError):
-    """This tracked step cannot be finished together, and all ranks know it in time."""
+    """This tracked step cannot be finished together, and all ranks know in time."""
 
 
 class ModelsDiffer(RankFailed):
-    """The models of the ranks did not change alike."""
+    """The models of the ranks did not change in the same way."""
 
 
 class World:
@@ -126,7 +126,7 @@ class World:
     Args:
         process_group: The data-parallel group; ``None`` is the default group, or a world of one where
             torch.distributed is not initialised.
-        timeout_seconds: Longest time that a rank waits for another one.
+        timeout_seconds: How long a rank waits for another one.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 1800.0) -> None:
@@ -144,8 +144,8 @@ class World:
             return
         ranks = dist.get_process_group_ranks(self.group)
         among_themselves = len(ranks) < dist.get_world_size()
-        # Groups made among themselves get a name from their ranks; torch reuses the name, and with it stale addresses,
-        # once such a group is destroyed. They stay until torch.distributed ends.
+        # Groups created by a subset of ranks are named after their ranks; torch reuses the name, and with it stale
+        # addresses, once such a group is destroyed. They are kept until torch.distributed ends.
         self._keep_groups = among_themselves
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=timeout_seconds),
@@ -165,34 +165,34 @@ class World:
         if self._words is not None:
             try:
                 self._words.set(f"distcockpit/{self.rank}", text)
-            except RuntimeError:  # whoever kept it is gone; the next exchange will fail, too
+            except RuntimeError:  # the key-value store is gone; the next exchange will fail, too
                 self._words = None
 
     def whereabouts(self) -> str:
-        """Where the ranks are, by their last words, those of the same words together."""
+        """Describe where the ranks were last, grouping ranks that are in the same place."""
         if self._words is None:
-            return "Where they are is not known."
+            return "Where the other ranks are is unknown."
         found: dict[str, list[int]] = {}
         for rank in range(self.size):
             key = f"distcockpit/{rank}"
             try:
                 word = self._words.get(key).decode() if self._words.check([key]) else "not in any tracked step yet"
             except RuntimeError:
-                word = "not known"
+                word = "unknown"
             found.setdefault(word, []).append(rank)
         told = [f"rank{'s' * (len(who) > 1)} {_in_short(who)}: {word}" for word, who in found.items()]
-        return f"Where they were last: {'; '.join(told)}."
+        return f"Last seen: {'; '.join(told)}."
 
     def explain(self, what: str) -> str:
-        """What a failed exchange means to a user."""
+        """Explain a failed exchange to the user."""
         return (
-            f"Rank {self.rank}: {what}, because another rank has ended, stalls, or went another way (timeout_seconds="
-            f"{self.timeout_seconds:g}). {self.whereabouts()} All ranks must track the same steps; ranks that run out "
-            "of data early need `with Join([ddp, cockpit]):`."
+            f"Rank {self.rank}: {what}, because another rank has exited, is stuck, or took a different path "
+            f"(timeout_seconds={self.timeout_seconds:g}). {self.whereabouts()} All ranks must track the same steps; "
+            "ranks that run out of data early need `with Join([ddp, cockpit]):`."
         )
 
     def note(self, error: BaseException) -> None:
-        """If this error came from an exchange between ranks, say in it where they are."""
+        """Add a note on where the ranks are, if this error came from an exchange between them."""
         if (
             self._header is not None
             and isinstance(error, dist.DistError)
@@ -211,42 +211,42 @@ class World:
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, fact: object) -> list[Any]:
-        """One picklable object per rank, in the order of ranks. For construction and first steps only."""
+        """Gather one picklable object per rank, in rank order, on all ranks. For construction and first steps only."""
         if self._header is None:
             return [fact]
         facts: list[Any] = [None] * self.size
-        with self._explained("compare facts"):
+        with self._explained("exchange objects"):
             dist.all_gather_object(facts, fact, group=self._header)
         return facts
 
     def gather_object(self, fact: object) -> list[Any] | None:
-        """One picklable object per rank, in the order of ranks; on rank 0, ``None`` on the others."""
+        """Gather one picklable object per rank, in rank order, on rank 0; returns ``None`` on the others."""
         if self._header is None:
             return [fact]
         facts: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._explained("gather facts"):
+        with self._explained("gather objects"):
             dist.gather_object(fact, facts, group=self._header, group_dst=0)
         return facts
 
     def header(self, record: Record) -> list[dict[str, float]]:
-        """All ranks' records of this step, waited for.
+        """Gather all ranks' records of this step; blocking.
 
         Raises:
-            RuntimeError: If the ranks are at different steps, track different things, one of them failed, or does not
-                come.
+            RuntimeError: If the ranks are at different steps, track different things, or one of them failed or does not
+                respond.
         """
         if self._header is None:
             return [dict(record)]
         mine = torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._explained("end a tracked step" if record["kind"] == TRACK else "meet"):
+        with self._explained("finish a tracked step" if record["kind"] == TRACK else "synchronize"):
             dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
         records = [dict(zip(HEADER, row.tolist(), strict=True)) for row in gathered]
         self._check(records)
         return records
 
     def refuse(self, record: Record) -> None:
-        """Answer a header in the place of a rank that failed, so that the others fail too instead of waiting."""
+        """Answer a header on behalf of a rank that failed, so that the others fail too instead of waiting."""
         try:
             self.header({**record, "failed": 1.0})
         except RuntimeError:
@@ -267,49 +267,49 @@ class World:
         for rank, record in enumerate(records):
             if record["failed"] and rank != self.rank:
                 raise RankFailed(
-                    f"Rank {rank} could not finish tracked step {int(first['step'])}; its own error says why."
+                    f"Rank {rank} could not finish tracked step {int(first['step'])}; see the error on that rank."
                 )
         for rank, record in enumerate(records):
             if first["kind"] == TRACK and record["model"] != first["model"]:
                 raise ModelsDiffer(
-                    f"Rank {rank} tracks other parameters or modules than rank {one} at step {int(first['step'])}. A "
-                    "model must change on all ranks between the same steps."
+                    f"Rank {rank} tracks different parameters or modules than rank {one} at step {int(first['step'])}. "
+                    "A model must change on all ranks between the same steps."
                 )
         for rank, record in present:
             if record["layout"] != first["layout"]:
                 raise RankFailed(
-                    f"Rank {rank} tracks other values than rank {one} at step {int(first['step'])}. Schedules must say "
-                    "the same on all ranks."
+                    f"Rank {rank} tracks different values than rank {one} at step {int(first['step'])}. Schedules must "
+                    "return the same on all ranks."
                 )
 
     def all_reduce_async(self, buffer: Tensor) -> Pending:
-        """Add the buffers of all ranks, in place, without waiting."""
+        """All-reduce a buffer (sum), in place, without waiting."""
         if self._sums is None:
             return Pending(buffer)
         work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
         return Pending(buffer, work, self.explain)
 
     def all_reduce(self, buffer: Tensor) -> Tensor:
-        """Add the buffers of all ranks, in place, for use on the device right after."""
+        """All-reduce a buffer (sum), in place, for immediate use on the device."""
         if self._sums is not None:
-            with self._explained("add vectors"):
+            with self._explained("all-reduce vectors"):
                 dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
         return buffer
 
     def broadcast(self, buffer: Tensor, rank: int = 0) -> Tensor:
-        """Overwrite the buffers of all ranks with that of one."""
+        """Broadcast a buffer from one rank to all, in place."""
         if self._sums is not None:
-            with self._explained("send a vector"):
+            with self._explained("broadcast a vector"):
                 dist.broadcast(self._traffic.count(buffer), group=self._sums, group_src=rank)
         return buffer
 
     def traffic(self) -> Traffic:
-        """What this rank exchanged since it was last asked."""
+        """Return what this rank has exchanged since the last call."""
         counted, self._traffic = self._traffic, Traffic()
         return counted
 
     def close(self) -> None:
-        """Give the process groups back. Every rank must have waited for its sums."""
+        """Destroy the process groups. Every rank must have waited for its sums."""
         if self._header is not None and dist.is_initialized() and not self._keep_groups:
             for group in (self._header, self._sums):
                 dist.destroy_process_group(group)
@@ -317,9 +317,10 @@ class World:
 
 
 def _count_alike(group: Any, rank: int) -> None:
-    """Let all ranks of a group be in as many groups: torch names one that they make among themselves by that number.
+    """Make all ranks of a group belong to the same number of groups, because torch derives group names from it.
 
-    Ranks that differ in it would wait for each other for ever. What is missing is filled up with groups of one.
+    Ranks with different numbers would wait for each other forever. Missing groups are filled up with groups of one
+    rank.
     """
     counts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
@@ -328,10 +329,10 @@ def _count_alike(group: Any, rank: int) -> None:
 
 
 def first_difference(descriptions: list[dict[str, str]]) -> str | None:
-    """Who disagrees with rank 0 and on what, or ``None``.
+    """Return which rank disagrees with rank 0 and on what, or ``None``.
 
     Args:
-        descriptions: One description per rank: facts by name, in an order of importance.
+        descriptions: One description per rank: facts by name, in order of importance.
     """
     for rank, description in enumerate(descriptions[1:], start=1):
         for name in dict.fromkeys([*descriptions[0], *description]):
@@ -347,5 +348,5 @@ def _in_short(ranks: list[int], shown: int = 8) -> str:
 
 
 def digest(*facts: Any) -> int:
-    """A number below 2^32 (exact in float64) that differs where the facts do."""
+    """Return a number below 2^32 (exact in float64) that differs if the facts differ."""
     return zlib.crc32(repr(facts).encode())

@@ -156,7 +156,7 @@ def test_rows_go_on(ranks: Ranks, tmp_path: Path, what: str, kind: str, who: lis
             assert first == ("0" if (what, kind) != ("input", "inf") or True else first)
         if what in ("loss", "gradient"):
             assert first == "none"
-    assert any(f"rank {min(affected)}" in text and "not finite" in text for text in said), said
+    assert any(f"rank {min(affected)}" in text and "non-finite" in text for text in said), said
     for name, node in run.children.items():  # the steps after are as if nothing had been
         for field, values in node.data_vars.items():
             last = values.sel(step=STEPS - 1 - (name in ("alpha",))) if STEPS - 1 in node["step"] else None

@@ -242,13 +242,13 @@ def test_what_is_formed_once_serves_all_walks(tmp_path: Path, monkeypatch: Any) 
 
 @pytest.mark.parametrize("budget", ["", "lots", "-1MiB", 0, -5, "0", "12XB", "1e9"])
 def test_a_budget_that_is_none(tmp_path: Path, budget: Any) -> None:
-    with pytest.raises(ValueError, match="memory_budget=.*must be a positive number of bytes, or a text"):
+    with pytest.raises(ValueError, match="memory_budget=.*must be a positive number of bytes, or a string"):
         DistCockpit(network(), nn.CrossEntropyLoss(), store=tmp_path / "r", memory_budget=budget)
 
 
 @pytest.mark.parametrize("budget", [None, True, 1.5])
 def test_a_budget_of_another_kind(tmp_path: Path, budget: Any) -> None:
-    with pytest.raises(TypeError, match="memory_budget=.*must be a positive number of bytes, or a text"):
+    with pytest.raises(TypeError, match="memory_budget=.*must be a positive number of bytes, or a string"):
         DistCockpit(network(), nn.CrossEntropyLoss(), store=tmp_path / "r", memory_budget=budget)
 
 

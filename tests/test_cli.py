@@ -154,7 +154,7 @@ def test_export_to_tensorboard(store: Path, tmp_path: Path, capfd: pytest.Captur
 def test_exporting_twice_to_tensorboard_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = Written(tmp_path / "run", [q.Loss()]).rows(3).close()
     ran(capfd, "export", small, "-o", tmp_path / "events")
-    assert "holds event files already" in ran(capfd, "export", small, "-o", tmp_path / "events", code=2)[1]
+    assert "already holds event files" in ran(capfd, "export", small, "-o", tmp_path / "events", code=2)[1]
 
 
 def test_nothing_is_written_into_a_run(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ def test_a_root_that_is_not_ours(changed: dict[str, object], tmp_path: Path, cap
     root["attributes"] |= changed
     (path / "zarr.json").write_text(json.dumps(root))
     for command in ("info", "report", "plot"):
-        assert "that is in order" in ran(capfd, command, path, *with_output(command, tmp_path), code=2)[1]
+        assert "is not a valid distcockpit run" in ran(capfd, command, path, *with_output(command, tmp_path), code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_groups_that_are_not_ours(
         metadata[path] |= changed
     (run / "zarr.json").write_text(json.dumps(root))
     for command in ("info", "report"):
-        assert "that is in order" in ran(capfd, command, run, *with_output(command, tmp_path), code=2)[1]
+        assert "is not a valid distcockpit run" in ran(capfd, command, run, *with_output(command, tmp_path), code=2)[1]
 
 
 def test_chunks_that_are_missing_spoil_only_their_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_verify(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     chunk.write_bytes(chunk.read_bytes()[:40])
     (damaged / "alpha/status/c/0").unlink()
     out, _ = ran(capfd, "verify", damaged, code=1)
-    assert "alpha/alpha/c/0 is damaged: a chunk says" in out and "alpha/status/c/0 is missing" in out
+    assert "alpha/alpha/c/0 is damaged: a chunk claims" in out and "alpha/status/c/0 is missing" in out
     assert "2 problems" in out
     assert len(json.loads(ran(capfd, "verify", damaged, "--json", code=1)[0])["problems"]) == 2
 
@@ -273,12 +273,15 @@ def test_a_run_without_rows(command: str, tmp_path: Path, capfd: pytest.CaptureF
 @pytest.mark.parametrize(
     "kind, words",
     [
-        ("nothing", "nothing is there"),
-        ("folder", "is no run of distcockpit"),
-        ("file", "is no run of distcockpit"),
-        ("zarr", "is no run of distcockpit"),
-        ("newer", "has format version 99, this distcockpit reads up to 1. Install a newer distcockpit."),
-        ("damaged", "is no run of distcockpit"),
+        ("nothing", "there is no run here"),
+        ("folder", "is not a distcockpit run"),
+        ("file", "is not a distcockpit run"),
+        ("zarr", "is not a distcockpit run"),
+        (
+            "newer",
+            "has format version 99, but this distcockpit only reads versions up to 1. Install a newer distcockpit.",
+        ),
+        ("damaged", "is not a distcockpit run"),
     ],
 )
 def test_what_is_no_run_is_one_line(
@@ -310,7 +313,7 @@ def test_what_is_no_run_is_one_line(
         (["plot", "x"], "Missing option '-o' / '--output'"),
         (["info", "x", "--jason"], "No such option '--jason'"),
         (["export", "x", "-o", "y", "--format", "xls"], "'xls' is not one of"),
-        (["info", "s3://x", "--storage-options", "anon"], "'anon' is no JSON object"),
+        (["info", "s3://x", "--storage-options", "anon"], "'anon' is not a JSON object"),
         (["watch", "x", "--refresh", "0"], "0.2<=x<=3600"),
         (["info", "ftq://x/y"], "ftq"),
     ],
@@ -493,7 +496,7 @@ def test_the_terminal_view_waits_for_a_run_that_is_away(tmp_path: Path) -> None:
     seen, code = terminal(
         program,
         ("loss", lambda: written.path.rename(away)),
-        ("waiting: .*nothing is there", lambda: away.rename(written.path)),
+        ("waiting: .*there is no run here", lambda: away.rename(written.path)),
         ("nothing looks wrong", None),
     )
     assert code == 130 and "Traceback" not in seen

@@ -90,7 +90,7 @@ def test_what_is_asked_for_by_hand_is_an_error(tmp_path: Path) -> None:
     def loss(model: Any) -> Tensor:
         return F.mse_loss(model(V), V[:, :3]).sqrt()
 
-    with pytest.raises(RuntimeError, match=r"Quantities \['by_hand'\] need individual gradients"):
+    with pytest.raises(RuntimeError, match=r"Quantities \['by_hand'\] need per-sample gradients"):
         train(mlp(), loss, tmp_path / "a", quantities=[*presets.economy(), Alpha(name="by_hand")])
     train(mlp(), loss, tmp_path / "b")
 

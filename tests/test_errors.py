@@ -200,8 +200,8 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
     ),
     "preset by name": (lambda p: presets.preset("all"), ValueError, ["'all'"]),
     "unknown public name": (lambda p: __import__("distcockpit").Cockpit, AttributeError, ["DistCockpit"]),
-    "nothing to open": (lambda p: open_run(p / "nothing"), FileNotFoundError, ["nothing is there"]),
-    "a folder that is no run": (lambda p: open_run(Path(__file__).parent), ValueError, ["no run of distcockpit"]),
+    "nothing to open": (lambda p: open_run(p / "nothing"), FileNotFoundError, ["there is no run here"]),
+    "a folder that is no run": (lambda p: open_run(Path(__file__).parent), ValueError, ["not a distcockpit run"]),
 }
 
 
@@ -227,7 +227,7 @@ def test_an_existing_store_is_refused(tmp_path: Path) -> None:
 def test_a_foreign_folder_is_never_deleted(tmp_path: Path, content: str, mode: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / content).write_text('{"attributes": {"format": "another"}}')
-    with pytest.raises(FileExistsError, match="no run of distcockpit"):
+    with pytest.raises(FileExistsError, match="not a distcockpit run"):
         construct(tmp_path, mode=mode)
     assert (tmp_path / "run" / content).exists()
     (tmp_path / "empty").mkdir()
@@ -248,7 +248,7 @@ def test_order_of_calls(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"track\(step=6\): step 5 has not ended"), cockpit.track(6):
             pass
     for step in (5, 4):
-        with pytest.raises(ValueError, match=rf"track\(step={step}\): steps must grow, the latest was 5"):
+        with pytest.raises(ValueError, match=rf"track\(step={step}\): steps must increase, but the latest was 5"):
             with cockpit.track(step):
                 pass
     with pytest.raises(TypeError, match=r"track\(step=6\.0\)"), cockpit.track(6.0):
@@ -512,10 +512,10 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
         ("bins", ["rank 1 has quantity 'grad_hist_1d'", "'bins': '11'", "'bins': '10'"], None),
         ("quantities", ["rank 1 has quantity 'mean_gsnr' = nothing"], None),
         ("shape", ["rank 1 has parameter 0 = 'weight' (6, 12)", "rank 0 has parameter 0 = 'weight' (5, 12)"], None),
-        ("arguments", ["could not be constructed on rank 1", "'grad_hist_1d'"], ["2 have the name"]),
+        ("arguments", ["could not be constructed on rank 1", "'grad_hist_1d'"], ["2 are named"]),
         ("steps", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),
         ("schedule", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),
-        ("names", ["Rank 1 logged other names", "0/name_1", "0/name_0", "log(..., reduce=...)"], None),
+        ("names", ["Rank 1 logged different names", "0/name_1", "0/name_0", "log(..., reduce=...)"], None),
         ("no backward", ["Rank 1 could not finish tracked step 0"], ["no backward"]),
     ],
 )
@@ -560,7 +560,7 @@ def test_sums_of_different_shapes(ranks: Ranks, tmp_path: Path, since: int) -> N
     for said in ranks.run(2, sums_of_different_shapes, str(tmp_path / "run"), since):
         assert said[:since] == [""] * since
         if since == 0:
-            assert "the sum 'part' has shape (4,) on rank 1, and (3,) on rank 0" in said[0]
+            assert "the sum 'part' has shape (4,) on rank 1, but (3,) on rank 0" in said[0]
         else:
             assert "different steps: rank 0 tracks step 3, rank 1 compares the sums of step 2" in said[-1]
     ranks.stop(kill=True)

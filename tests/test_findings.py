@@ -60,7 +60,7 @@ def test_steps_that_go_too_far(tmp_path: Path) -> None:
     finding = one(found(tmp_path, alpha={"alpha": alpha}), "effective step size far from 0")
     assert finding.severity == "look" and "α is above 0.3 in 100% of the run" in finding.title
     assert (
-        "of the 60 rows with a fit, of 60 in all, the median is 0.7" in finding.words
+        "the median over the 60 rows with a fit (of 60 in all) is 0.7" in finding.words
         and finding.picture == "alpha"
         and "2102.06604" in finding.url
     )
@@ -75,7 +75,7 @@ def test_a_loss_that_jumps(tmp_path: Path, when: slice, severity: str) -> None:
     loss = FALLING.copy()
     loss[when] = 9.0
     finding = one(found(tmp_path, loss={"loss": loss}), "a loss that jumps or does not fall")
-    assert finding.severity == severity and "the loss jumps: to 9, from" in finding.title
+    assert finding.severity == severity and "the loss jumps to 9, from" in finding.title
     assert f"At {when.stop - when.start} of {N} tracked steps" in finding.words
 
 
@@ -153,7 +153,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", [q.RankDisagreement()], model(ranks=2))
     findings = check(open_run(written.rows(N, rank_disagreement={"grad_norm": norm}).close())).findings
     assert len(findings) == 1 and findings[0].title.startswith("rank 1 differs: its gradient norm is")
-    assert "With two ranks it may as well be the other one" in findings[0].words
+    assert "With two ranks, it may just as well be the other one" in findings[0].words
 
 
 def test_many_ranks_take_no_longer_than_they_should(tmp_path: Path) -> None:

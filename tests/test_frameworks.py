@@ -361,7 +361,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     if theirs is not None:
         theirs.log({"mine": 1.0})
         theirs.finish()
-    assert "no more rows" not in caplog.text
+    assert "receives no more rows" not in caplog.text
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     enough = 3 if ours else 1
 
@@ -405,7 +405,7 @@ def test_sinks_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     tree = train_with([bad, good], tmp_path)
     assert tree["loss"].sizes["step"] == 3 and tree.attrs["state"] == "closed"
     assert len(bad.calls) == 2 and len(good.calls) == 3 * 3 + 1 and good.calls[-1] == "closed"
-    assert "Failing gets no more rows: gone" in caplog.text
+    assert "Failing is disabled after an error and receives no more rows: gone" in caplog.text
     first = Failing("")
     with pytest.raises(ImportError, match="no such service"):
         train_with([first, Failing("start")], tmp_path / "b")
@@ -416,7 +416,7 @@ def test_sinks_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert not (tmp_path / "b" / "run").exists()  # so that the next try is not in its own way
     with pytest.raises(TypeError, match=r"sinks=\['tensorboard'\]: must be a list of sinks"):
         train_with(["tensorboard"], tmp_path / "c")
-    with pytest.raises(TypeError, match="options are those of a run that is yet to begin"):
+    with pytest.raises(TypeError, match="options only apply to a run that WandB starts itself"):
         WandB(object(), project="a")
 
 

@@ -164,7 +164,7 @@ def test_gradients_that_cannot_be_explained_for_a_while(tmp_path: Path, caplog: 
     assert stored.sel(step=unknown).isnull().all() and not run["loss"]["loss"].isnull().any()
     assert run["norm_test"]["norm_test"].sel(step=unknown).isnull().all()
     (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "wrong"]
-    assert notice["step"] == 3 and "were right at step 1, and are not known" in notice["text"]
+    assert notice["step"] == 3 and "were correct at step 1, but are unknown now" in notice["text"]
 
 
 def elsewhere(function: Any, *args: Any) -> Any:
@@ -211,7 +211,7 @@ def test_helper_threads(tmp_path: Path, what: str) -> None:
     np.testing.assert_allclose(run["loss"]["loss"], losses if knows_loss else [np.nan] * 4, rtol=1e-5)
     assert run["alpha"]["alpha"].isnull().all() == (what != "the forward pass")
     assert ("losses" in said) == (what != "the forward pass")
-    assert knows_loss or "not seen in this thread what is differentiated" in said["loss"]
+    assert knows_loss or "what is differentiated cannot be seen from this thread" in said["loss"]
 
 
 def test_a_penalty_beside_a_forward_pass_elsewhere(tmp_path: Path) -> None:

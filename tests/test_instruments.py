@@ -109,10 +109,10 @@ def test_alpha(run: xr.DataTree) -> None:
     "name, label, group, field",
     [
         ("distance", "from the start", "distance", "total"),
-        ("distance", "of one step", "update_size", "total"),
+        ("distance", "per step", "update_size", "total"),
         ("gradient_tests", "norm test: in all directions", "norm_test", "norm_test"),
         ("gradient_tests", "inner product test: along the gradient", "inner_test", "inner_test"),
-        ("gradient_tests", "orthogonality test: across it", "ortho_test", "ortho_test"),
+        ("gradient_tests", "orthogonality test: across the gradient", "ortho_test", "ortho_test"),
         ("grad_norm", "all", "grad_norm", "total"),
         ("cabs", "suggested by CABS", "cabs", "cabs"),
         ("cabs", "batch size", "cabs", "batch_size"),
@@ -320,7 +320,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rows.portion, "__defaults__", (2560,))
     picture = INSTRUMENTS["grad_norm"].pictures(run)["grad_norm"]
     assert isinstance(picture, Picture)
-    assert picture.note == "256 of 300 names, 10 of 30 rows, at equal distances" and len(picture.marks[0].x) == 10  # type: ignore[union-attr]
+    assert picture.note == "256 of 300 names, 10 of 30 rows, evenly spaced" and len(picture.marks[0].x) == 10  # type: ignore[union-attr]
 
 
 def test_a_log_and_a_linear_run_are_both_seen(tmp_path: Path) -> None:

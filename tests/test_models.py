@@ -327,7 +327,7 @@ def test_a_model_of_one_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixt
         with cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
         assert cockpit.coverage()["positions.weight"].route == CALLS
-    assert "could not be called with one sample more (AssertionError" in caplog.text
+    assert "could not be called with one more sample (AssertionError" in caplog.text
     compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x), y, reduction="none"))
 
 
@@ -362,7 +362,7 @@ def test_sequences_that_are_not_sorted(tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         with cockpit.track(0):
             loss_fn(cockpit(x, lengths), y).backward()
-    assert "one sample more" not in caplog.text
+    assert "one more sample" not in caplog.text
     compare_gsnr(tmp_path / "run", net, nn.functional.cross_entropy(net(x, lengths), y, reduction="none"))
 
 
@@ -383,7 +383,7 @@ def test_it_is_told_when_nothing_grows(tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level("WARNING"), DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
         with pytest.raises(ValueError, match="has no batch axis"), cockpit.track(0):
             loss_fn(cockpit(x), y).backward()
-    assert "could not be called with one sample more (nothing that it computes grew)" in caplog.text
+    assert "could not be called with one more sample (none of its outputs grew)" in caplog.text
 
 
 def test_more_samples_after_one(tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def test_the_error_of_a_forgotten_batch_dim(tmp_path: Path) -> None:
     net, loss_fn = nn.GRU(4, 5), nn.CrossEntropyLoss()
     cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Loss(), Alpha()], schedule=every(1))
     with (
-        pytest.raises(ValueError, match=r"mixes the samples of a batch.*say batch_dim="),
+        pytest.raises(ValueError, match=r"mixes the samples of a batch.*pass batch_dim="),
         cockpit.track(0),
     ):
         loss_fn(cockpit(torch.randn(7, 4, 4))[0][-1], torch.arange(4)).backward()

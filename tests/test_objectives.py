@@ -194,7 +194,7 @@ def test_parts_that_cannot_be_told_apart(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     assert run["grad_norm"]["total"].isnull().all() and run["norm_test"].sizes["step"] == 3
     (notice,) = run.attrs["notices"]
-    assert notice["topic"] == "mixed" and "cannot be had one by one" in notice["text"]
+    assert notice["topic"] == "mixed" and "cannot be separated" in notice["text"]
 
 
 # -- what is no sum over samples ---------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_what_couples_samples(ranks: Ranks, tmp_path: Path, name: str, size: int
     assert {meanings[int(status)] for status in run["alpha"]["status"]} == {"no_individual_gradients"}
     assert not run["update_size"]["update_size"].isnull().any()
     assert run["rank_health"]["nonfinite_gradients"].values.max() == 0
-    with pytest.raises(RuntimeError, match=r"Quantities \['norm_test'\] need individual gradients"):
+    with pytest.raises(RuntimeError, match=r"Quantities \['norm_test'\] need per-sample gradients"):
         train_coupled(0, 1, None, name, str(tmp_path / "by hand"), [NormTest()])
 
 

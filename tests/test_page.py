@@ -129,7 +129,7 @@ def test_a_report_opens_offline_and_says_what_looks_wrong(page: Page, tmp_path: 
     expect(page.locator("#title")).to_have_text("run")
     expect(page.locator("#runs")).to_contain_text("closed")
     finding = page.locator("#findings li.wrong", has_text="gradients vanish towards the input")
-    expect(finding).to_contain_text("hardly learns beside")
+    expect(finding).to_contain_text("hardly learns compared to")
     expect(finding.locator("small a")).to_have_attribute("href", "https://proceedings.mlr.press/v9/glorot10a.html")
     assert finding.bounding_box()["y"] < 900  # type: ignore[index] # on the first screen
     finding.get_by_text("see the figure").click()
@@ -275,7 +275,7 @@ def test_the_live_page_grows_with_the_run(page: Page, tmp_path: Path) -> None:
         expect(page.locator("#live")).to_contain_text("live")
         assert {t["name"] for t in traces(page, "grad_norm") if t["visible"] is True} == {"0.weight", "0.bias", "all"}
         shutil.move(written.path, tmp_path / "away")
-        expect(page.locator("#live.lost")).to_contain_text("nothing is there")
+        expect(page.locator("#live.lost")).to_contain_text("there is no run here")
         shutil.move(tmp_path / "away", written.path)
         expect(page.locator("#live.lost")).to_have_count(0)
         written.close()

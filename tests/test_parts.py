@@ -211,7 +211,7 @@ def test_arrays_grow_over_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.M
     resumed.release()
     shapes = [list(part["parameters"]) for part in open_run(tmp_path / "run").attrs["segments"]]
     assert shapes == [["b", "a"], ["c", "a", "d"], ["a"], ["f", "d", "e", "c", "g", "h", "i"], ["c", "a", "d"]]
-    with pytest.raises(ValueError, match="this is not the run to be resumed"):
+    with pytest.raises(ValueError, match="cannot resume a different run"):
         run_store(tmp_path / "run", groups(["a", "z"], 2), facts(["a", "z"]), mode="a")
 
 

@@ -89,7 +89,7 @@ LONG = {"timeout_seconds": 10**6, "store_options": {"flush_seconds": 1000}}
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("stall", ["could not end a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=45"]),
+        ("stall", ["could not finish a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=45"]),
         ("skip", ["ranks are at different steps: rank 0 tracks step 3, rank 1 tracks step 4"]),
         ("leave", ["closed after step 2", "Join([ddp, cockpit])"]),
     ],
@@ -110,7 +110,7 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     """Killed in the middle: DDP's own exchange fails, and its error gets a note of the last steps."""
     with job(tmp_path, 2, steps=9, cockpit=LONG, faults={"1": ["kill", 3]}) as (first, second):
         assert first.ends() == 3 and second.ends() == -signal.SIGKILL
-        assert "Where they were last: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
+        assert "Last seen: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
     left = rows(tmp_path)  # the sums of the latest steps may have died with the rank, on their way
     assert left and left == [0, 1, 2][: len(left)]
 

@@ -46,7 +46,7 @@ def test_where_lbfgs_is_tracked(tmp_path: Path) -> None:
         for step in (1, 1, 2):
             with cockpit.track(step):
                 closure()
-        with pytest.raises(ValueError, match="steps must grow"), cockpit.track(1):
+        with pytest.raises(ValueError, match="steps must increase"), cockpit.track(1):
             closure()
     assert list(open_run(tmp_path / "run")["mean_gsnr"]["step"].values) == [1, 2]
 
@@ -78,9 +78,10 @@ def wrap_in_fsdp(rank: int, size: int, group: Any, store: str) -> list[str]:
 def test_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
     for whole, part, tensor in ranks.run(4, wrap_in_fsdp, str(tmp_path / "run")):
         assert (
-            whole.startswith("model=FSDPDeep was given to fully_shard (FSDP2)") and "DistributedDataParallel" in whole
+            whole.startswith("model=FSDPDeep is sharded with fully_shard (FSDP2)")
+            and "DistributedDataParallel" in whole
         )
-        assert part.startswith("Module 'middle' of the model was given to fully_shard (FSDP2)")
+        assert part.startswith("Module 'middle' of the model is sharded with fully_shard (FSDP2)")
         assert tensor.startswith("Parameter 'last.weight' is a DTensor")
 
 
@@ -122,7 +123,7 @@ def test_alpha_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
         (
             {"divisor": 3.0},
             ValueError,
-            r"record_losses\(divisor=3.0\): what individual losses are divided by is measured",
+            r"record_losses\(divisor=3.0\): the divisor of per-sample losses is measured",
         ),
     ],
 )

@@ -240,7 +240,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     wider = nn.Sequential(nn.Linear(12, 17), nn.Sigmoid(), nn.Linear(17, 5))
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     for options, words in (
-        ({"net": wider}, "parameter '0.weight' = \\[16, 12\\], this one \\[17, 12\\]"),
+        ({"net": wider}, "parameter '0.weight' = \\[16, 12\\], this one has \\[17, 12\\]"),
         ({"quantities": [q.Alpha()]}, "quantity 'distance'"),
         ({"quantities": [*chosen("few")[:3], q.GradHist1d(name="adapted", bins=21)]}, "quantity 'adapted'.*'20'.*'21'"),
     ):
@@ -248,7 +248,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
             model = options.pop("net", net)
             resume(tmp_path / "run", model, optimizer=make_optimizer("adamw", model), **options)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
-    with pytest.raises(ValueError, match="quantity 'learning_rate'.*this one nothing"):  # the optimizer brings them
+    with pytest.raises(ValueError, match="quantity 'learning_rate'.*this one has nothing"):  # the optimizer brings them
         resume(tmp_path / "run", net)
 
 
@@ -356,5 +356,5 @@ def test_each_rank_may_load_its_own_state(ranks: Ranks, tmp_path: Path) -> None:
 def test_ranks_that_do_different_things(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(2, mismatched, str(tmp_path / "run")):
         assert "rank 0 calls state_dict() after step 2, rank 1 tracks step 3" in said[0]
-        assert "rank 1 loads the state after step 1, rank 0 that after step 0" in said[1]
+        assert "rank 1 loads the state saved after step 1, rank 0 the one after step 0" in said[1]
     ranks.stop(kill=True)

@@ -228,7 +228,7 @@ def test_a_full_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypa
         submit(step)
     assert waits == [True] * 5 + [False] * 34  # four find room, one waits
     monkeypatch.undo()
-    assert sum("takes rows too slowly" in record.message for record in caplog.records) == 1
+    assert sum("accepts rows too slowly" in record.message for record in caplog.records) == 1
     keys.gate.set()
     assert writer.flush()
     submit(40)

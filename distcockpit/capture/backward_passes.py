@@ -1,4 +1,4 @@
-"""What each run of autograd inside a step went through: sums of gradients mean something only if runs fit together."""
+"""What each autograd run inside a step went through: sums of gradients are only meaningful if runs are consistent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distcockpit.gradients.uses import Use
 
 
 class BackwardPasses:
-    """Layers and losses in the order in which gradients reached them, by run.
+    """Layers and losses in the order in which gradients reached them, by autograd run.
 
     Args:
         model: The bare module.
@@ -20,12 +20,10 @@ class BackwardPasses:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._reached: defaultdict[int, list[Use | object]] = defaultdict(list)
-        self._cleared: list[
-            nn.Parameter
-        ] = []  # without a gradient when a run began, though an earlier one reached them
+        self._cleared: list[nn.Parameter] = []  # reached by an earlier run, but without a gradient when a run began
 
     def reach(self, what: Use | object) -> None:
-        """A gradient arrived."""
+        """Record that a gradient arrived."""
         run = torch._C._current_graph_task_id()
         if run not in self._reached and not isinstance(what, Use):
             layers = {id(u.layer): u for uses in self._reached.values() for u in uses if isinstance(u, Use)}
@@ -45,13 +43,13 @@ class BackwardPasses:
             layers = frozenset(id(each) for each in run if isinstance(each, Use))
             if losses and seen.setdefault(losses, layers) != layers:
                 raise RuntimeError(
-                    "The loss was differentiated twice inside `track`, and once with respect to a part of the model "
-                    "only (torch.autograd.grad, or backward(inputs=...)): how often a sample counts then differs "
-                    "between layers. Do that at a forward pass of its own, outside of `track`."
+                    "The loss was differentiated twice inside `track`, once with respect to only a part of the model "
+                    "(torch.autograd.grad, or backward(inputs=...)), so layers would count a sample a different number "
+                    "of times. Do that in a separate forward pass outside of `track`."
                 )
 
     def check_kept(self) -> None:
-        """Check whether gradients were thrown away; who differentiates by `torch.autograd.grad` never has any.
+        """Check whether gradients were discarded; `torch.autograd.grad` never leaves any to discard.
 
         Raises:
             RuntimeError: If so.
@@ -59,5 +57,5 @@ class BackwardPasses:
         if any(parameter.grad is not None for parameter in self._cleared):
             raise RuntimeError(
                 "Gradients of a backward pass inside `track` were thrown away (zero_grad) before another one, but its "
-                "samples would count. Put into `track` what the optimizer's step is made of, and nothing else."
+                "samples would still count. Put only what makes up the optimizer's step inside `track`."
             )

@@ -1,8 +1,8 @@
-"""Which axis of each module's outputs is the batch, found by calling the model with one sample more.
+"""Which axis of each module's outputs is the batch, found by calling the model with one more sample.
 
-Shapes alone do not tell: positions ``[T, C]`` look like samples where there are as many of both. An axis that grows
-from B to B + 1 with the batch is the batch axis; an output that stays as it is has none. An axis that grows from B T to
-(B + 1) T holds the batch together with another; what the input is a view of tells who lies within whom.
+Shapes alone are ambiguous: positions ``[T, C]`` look like samples if there are as many of them. An axis that grows from
+B to B + 1 with the batch is the batch axis; an output that does not grow has none. An axis that grows from B T to
+(B + 1) T merges the batch with another axis; what the input is a view of tells which one is inside the other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from distcockpit.replay.trees import map_tensors, tensors
 
 @dataclass(frozen=True)
 class Merged:
-    """An axis that holds the batch together with others.
+    """An axis that merges the batch with other axes.
 
     Args:
-        axis: Of the output.
-        source: Which of the input tensors has it, too, and is a view of one with a batch axis; ``None``: it is as long
-            as that of another call, which tells how it was merged.
-        whole: The batch axis of that one.
+        axis: The axis of the output.
+        source: Index of the input tensor that has this axis too, and is a view of one with a batch axis; ``None``: the
+            axis is as long as that of another call, which tells how it was merged.
+        whole: The batch axis of what that input is a view of.
     """
 
     axis: int
@@ -45,40 +45,40 @@ class Merged:
 
 @dataclass(frozen=True)
 class Seen:
-    """The shapes of a call's output tensors, and of its input tensors and what they are views of."""
+    """The shapes of a call's output tensors, and of its input tensors with what they are views of."""
 
     outputs: Shapes
     inputs: Sequence[tuple[torch.Size, torch.Size]]
 
 
 class BatchAxes:
-    """What is known of a model's batch axes. It is learned in the first step that has samples.
+    """What is known about a model's batch axes, learned in the first step that has samples.
 
     Args:
-        batch_dim: The batch axis of the model's inputs; that of outputs where the model cannot be called with one
-            sample more.
-        say: Says something once, by its topic.
+        batch_dim: The batch axis of the model's inputs; also that of outputs if the model cannot be called with one
+            more sample.
+        say: Reports something once per topic.
     """
 
     def __init__(self, batch_dim: int, say: Callable[[str, str], None]) -> None:
         self.batch_dim, self._say = batch_dim, say
-        self.failed = False  # whether the model could not be called with one sample more
-        self.is_settled = False  # whether another look would teach nothing
+        self.failed = False  # whether the model could not be called with one more sample
+        self.is_settled = False  # whether looking again would teach nothing
         self._known: dict[str, list[tuple[int | Merged | None, ...]]] = {}  # by module, one entry per call
-        self.of_terms: dict[tuple[Any, ...], Axis] = {}  # where the batch is in the terms of losses in the loop
+        self.of_terms: dict[tuple[Any, ...], Axis] = {}  # the batch axis of the terms of losses in the loop
         self._met_unknown = True
 
     def batch_size(self, tree: Any) -> int | None:
-        """The length of the batch axis of the first tensor that has one."""
+        """Return the length of the batch axis of the first tensor that has one."""
         return next((t.shape[self.batch_dim] for t in tensors(tree) if t.dim() > self.batch_dim), None)
 
     def settle(self, model: nn.Module, passes: Sequence[ForwardPass], functions: Functions | None = None) -> None:
-        """A step has ended: if it met a module that was not known, look, and correct what was guessed of it.
+        """End a step: if it involved an unknown module, look at the model, and correct what was guessed.
 
         Args:
             model: The bare module.
             passes: The forward passes of the step.
-            functions: Whose calls are uses beside those of modules.
+            functions: The functions whose calls are uses, in addition to those of modules.
         """
         first = next((forward for forward in passes if forward.batch_size), None)
         if self._met_unknown and first is not None and not self.failed and not self.is_settled:
@@ -96,14 +96,16 @@ class BatchAxes:
         self._met_unknown, before = False, sum(map(len, self._known.values()))
         for key, calls in seen.items():
             self._learn(key, calls, first.batch_size)
-        self.is_settled = sum(map(len, self._known.values())) == before  # what is still unknown cannot be learned so
+        self.is_settled = (
+            sum(map(len, self._known.values())) == before
+        )  # what is still unknown cannot be learned this way
         for forward in passes:
             self._settle_uses(forward)
             self.resolve(forward)
             forward.axes = self.of("", 0, shapes_of(forward.output), forward.batch_size)
 
     def resolve(self, forward: ForwardPass) -> None:
-        """All calls of a pass are known: merged axes may be told by calls that came later, or not be told alike."""
+        """Resolve merged axes once all calls of a pass are known; later calls may determine or contradict them."""
         if forward.folds:
             self._settle_uses(forward)
 
@@ -117,18 +119,18 @@ class BatchAxes:
     def _call_with_one_more(
         self, model: nn.Module, forward: ForwardPass, functions: Functions | None
     ) -> dict[str, list[tuple[Seen, Seen]]] | None:
-        """All calls as they are, and when the last sample is there twice; ``None`` if that is not possible."""
+        """Return all calls as they are and with the last sample duplicated; ``None`` if that is not possible."""
         best: dict[str, list[Seen]] | None = None
         most, problem = 0, ""
         try:
-            # Containers of its own: a forward may empty what it is given.
+            # In new containers: a forward pass may empty the ones it is given.
             args, kwargs = map_tensors(lambda t: t.detach().clone(), (forward.args, forward.kwargs))
             as_it_was = replace(forward, args=args, kwargs=kwargs, uses=[], calls=Counter())
             usual = self._calls(model, as_it_was, functions, forward.batch_size)
-        except Exception as error:  # the user's model: anything
+        except Exception as error:  # raised by the user's model, so it can be anything
             self._give_up(_in_short(error))
             return None
-        for only_first in (True, False):  # others may have the batch's length by chance
+        for only_first in (True, False):  # other tensors may have the batch's length by chance
             try:
                 more = self._with_one_more(forward, only_first)
                 calls = self._calls(model, more, functions, forward.batch_size + 1)
@@ -141,7 +143,7 @@ class BatchAxes:
                 break
             if grew > most or (best is None and _anything_grew(usual, calls)):
                 best, most = calls, grew
-            problem = problem or "nothing that it computes grew"
+            problem = problem or "none of its outputs grew"
         if best is None:
             self._give_up(problem)
             return None
@@ -150,7 +152,7 @@ class BatchAxes:
     def _calls(
         self, model: nn.Module, forward: ForwardPass, functions: Functions | None, batch_size: int
     ) -> dict[str, list[Seen]]:
-        """What is seen when the model is called, by module and by the parameters of functions."""
+        """Return what is seen when the model is called, by module and by the parameters of functions."""
         seen: dict[str, list[Seen]] = defaultdict(list)
         batch = tensors((forward.args, forward.kwargs))
 
@@ -185,22 +187,22 @@ class BatchAxes:
         finally:
             for handle in handles:
                 handle.remove()
-            batch.clear()  # which `note` and the watch, that know each other, would keep alive
+            batch.clear()  # which the reference cycle of `note` and the watch would keep alive
 
     def _give_up(self, why: str) -> None:
         self.failed = True
         self._say(
             "axes",
-            f"the model could not be called with one sample more ({why}). Which axes are the batch is taken from their "
-            "lengths.",
+            f"the model could not be called with one more sample ({why}). Batch axes are inferred from axis lengths "
+            "instead.",
         )
 
     def _with_one_more(self, forward: ForwardPass, only_first: bool) -> ForwardPass:
-        """The pass with its last sample repeated.
+        """Return the pass with its last sample repeated.
 
         Args:
             forward: The pass.
-            only_first: Whether only the first tensor grows, and not all of the batch's length.
+            only_first: Whether only the first tensor grows, rather than all that have the batch's length.
 
         Raises:
             ValueError: If nothing has the batch's length.
@@ -216,7 +218,7 @@ class BatchAxes:
 
         args, kwargs = map_tensors(grow, (forward.args, forward.kwargs))
         if not count:
-            raise ValueError(f"no tensor argument has {n} samples on axis {axis}")
+            raise ValueError(f"no tensor argument has {n} samples along axis {axis}")
         return replace(forward, args=args, kwargs=kwargs, uses=[], calls=Counter())
 
     def of(
@@ -228,15 +230,15 @@ class BatchAxes:
         given: Sequence[tuple[torch.Size, torch.Size]] = (),
         folds: dict[int, set[tuple[int, int]]] | None = None,
     ) -> Axes:
-        """The batch axes of an output, known or guessed.
+        """Return the batch axes of an output, known or guessed.
 
         Args:
-            key: Name of the module, or what stands for functions.
+            key: Name of the module, or the key that stands for functions.
             call: How often it was called before in this pass.
-            shapes: Of the tensors that it returned.
+            shapes: The shapes of the tensors that it returned.
             batch_size: Number of samples of the pass.
-            given: From `given_shapes`.
-            folds: How axes were merged in the pass, by length; added to.
+            given: See `given_shapes`.
+            folds: How axes were merged in the pass, by length; updated.
         """
         known = self._known.get(key, [])
         if call < len(known) and len(known[call]) == len(shapes):
@@ -246,7 +248,7 @@ class BatchAxes:
         return tuple(self._guess(shape, batch_size) for shape in shapes)
 
     def _learn(self, key: str, calls: Sequence[tuple[Seen, Seen]], batch_size: int) -> None:
-        """Remember the batch axes of outputs that were seen growing."""
+        """Remember the batch axes of outputs that were seen to grow."""
         known = self._known.get(key, [])
         for before, after in calls[len(known) :]:
             if len(before.outputs) != len(after.outputs):
@@ -260,7 +262,7 @@ class BatchAxes:
         self._known[key] = known
 
     def is_known(self, path: str, call: int) -> bool:
-        """True if the axes of this output are known, or the best that can be had."""
+        """True if the axes of this output are known, or cannot become better known."""
         return self.failed or self.is_settled or call < len(self._known.get(path, []))
 
     def _guess(self, shape: torch.Size, batch_size: int) -> int | None:
@@ -268,15 +270,15 @@ class BatchAxes:
 
 
 def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
-    """Shapes do not depend on them."""
+    """Return arbitrary statistics, since shapes do not depend on them."""
     like = next((t for t in (norm.running_mean, norm.weight) if t is not None), torch.zeros(()))
     return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
 
 
 def _outputs_that_grew(forward: ForwardPass, more: Sequence[Seen]) -> tuple[int, int]:
-    """How many tensors that the model returns have other shapes than in the pass, and how many have the batch's length.
+    """Count the tensors the model returns that changed shape since the pass, and those with the batch's length.
 
-    Packed sequences may lose a sample. Where one of two inputs grew, one of two outputs may: that of an encoder.
+    Packed sequences may lose a sample. If one of two inputs grew, one of two outputs may grow: that of an encoder.
     """
     before = shapes_of(forward.output)
     counts = [sum(a != b for a, b in zip(before, after.outputs, strict=False)) for after in more]
@@ -284,22 +286,22 @@ def _outputs_that_grew(forward: ForwardPass, more: Sequence[Seen]) -> tuple[int,
 
 
 def _anything_grew(usual: Mapping[str, list[Seen]], more: Mapping[str, list[Seen]]) -> bool:
-    """True if any output of the model, or of a module in it, has other shapes than usual."""
+    """True if any output of the model, or of a module in it, has a different shape than usual."""
     pairs = (pair for key in usual.keys() & more.keys() for pair in zip(usual[key], more[key], strict=False))
     return any(before.outputs != after.outputs for before, after in pairs)
 
 
 def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def shapes_of(output: Any) -> Shapes:
-    """The shapes of the tensors of an output."""
+    """Return the shapes of the tensors of an output."""
     return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors(output)]
 
 
 def _grown_axis(shape: torch.Size, grown: torch.Size, batch_size: int) -> int | None:
-    """The one axis that grew from B to B + 1; that of a single sample may have been squeezed away."""
+    """Return the one axis that grew from B to B + 1; for a single sample it may have been squeezed away."""
     if len(shape) != len(grown):
         return 0 if batch_size == 1 and not shape and tuple(grown) == (2,) else None
     changed = [k for k, (before, after) in enumerate(zip(shape, grown, strict=True)) if before != after]
@@ -309,7 +311,7 @@ def _grown_axis(shape: torch.Size, grown: torch.Size, batch_size: int) -> int | 
 
 
 def _grown(shape: torch.Size, grown: torch.Size, before: Seen, after: Seen, batch_size: int) -> int | Merged | None:
-    """The axis that grew from B to B + 1, or that merges the batch with others and grew as many times."""
+    """Return the axis that grew from B to B + 1, or that merges the batch with others and grew by the same factor."""
     axis = _grown_axis(shape, grown, batch_size)
     changed = [k for k, (a, b) in enumerate(zip(shape, grown, strict=True)) if a != b]
     if axis is not None or len(changed) != 1:
@@ -332,7 +334,7 @@ def _present(
     given: Sequence[tuple[torch.Size, torch.Size]],
     folds: dict[int, set[tuple[int, int]]],
 ) -> Axis:
-    """The axis in a call, if it is there."""
+    """Return the axis in a call, if it is present."""
     if not isinstance(axis, Merged):
         return axis if axis is not None and len(shape) > axis and shape[axis] == batch_size else None
     if len(shape) <= axis.axis:
@@ -356,12 +358,12 @@ def _present(
 def given_shapes(
     inputs: Any, batch: Sequence[Tensor], watch: Watch | None = None
 ) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of input tensors, and of what they are views of: tensors of the batch, or others.
+    """Return the shapes of input tensors, and of what they are views of: tensors of the batch, or others.
 
     Args:
-        inputs: Of a call.
-        batch: Of the model.
-        watch: What saw the tensors that were made by copying, in another shape.
+        inputs: The inputs of a call.
+        batch: The inputs of the model.
+        watch: The mode that saw tensors being copied into another shape.
     """
     given = [t for t in tensors(inputs) if not t.is_nested]
     before = {} if watch is None else watch.reshaped
@@ -369,11 +371,11 @@ def given_shapes(
 
 
 def _whole(tensor: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    """What a tensor is a view of, if that holds the same elements in the same order; else itself."""
+    """Return what a tensor is a view of, if that holds the same elements in the same order; else the tensor itself."""
     base = tensor._base
     if base is None or base.layout != torch.strided or not tensor.is_contiguous():
         return tensor
-    for whole in (base, *(given for given in batch if given._base is base)):  # a batch may be a part of a larger one
+    for whole in (base, *(given for given in batch if given._base is base)):  # a batch may be part of a larger one
         same_place = whole.numel() == tensor.numel() and whole.storage_offset() == tensor.storage_offset()
         if same_place and whole.is_contiguous():
             return whole
@@ -381,7 +383,7 @@ def _whole(tensor: Tensor, batch: Sequence[Tensor]) -> Tensor:
 
 
 def _folded(shape: torch.Size, axis: int, whole: torch.Size, at: int) -> Folded | None:
-    """The axis of a shape as merged axes of another, of which this one is the batch."""
+    """Return the axis of a shape as merged axes of another shape, one of which is the batch."""
     before = math.prod(shape[:axis])
     for first in range(at + 1):
         for last in range(at + 1, len(whole) + 1):

@@ -1,4 +1,4 @@
-"""The statistics of the local batch, which batch norms in training mode normalise with."""
+"""The statistics of the local batch that batch norms in training mode normalise with."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from distcockpit.capture.layers import training_batchnorms
 
 
 def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and biased variance over the local batch, by name of the batch norm.
+    """Return the mean and biased variance over the local batch, by name of the batch norm.
 
     Raises:
-        RuntimeError: If a batch norm was called more than once, or not at all.
+        RuntimeError: If a batch norm was not called exactly once.
     """
     found = {}
     norms: Sequence[tuple[str, Any]] = training_batchnorms(model)
@@ -25,7 +25,7 @@ def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[
         if len(inputs) != 1:
             raise RuntimeError(
                 f"Layer '{path}' ({type(module).__name__}) was called {len(inputs)} times in one forward pass; "
-                "track_batchnorm=True needs exactly one call of a tracked layer."
+                "track_batchnorm=True needs tracked batch norms to be called exactly once."
             )
         axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
         kept: Tensor = next((t for t in (module.running_mean, module.weight) if t is not None), inputs[0])

@@ -1,9 +1,9 @@
 """Hooks on the live model while it trains.
 
-Inside a tracked step every layer of interest hands over its inputs and the gradients at its outputs (tensor hooks
-on the outputs, which survive in-place activations). Nothing is computed until the step ends, because a module that
-is called twice, a parameter that is shared and a loss in several backward calls all make a sum over individual
-gradients wrong when it is taken at arrival.
+Inside a tracked step, every layer of interest records its inputs and the gradients at its outputs (with tensor hooks on
+the outputs, which survive in-place activations). Nothing is computed until the step ends, because a module that is
+called twice, a shared parameter and a loss with several backward calls all make a sum over individual gradients wrong
+if it is computed as gradients arrive.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
 
 Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
-"""What to keep of an output, and of which layers."""
+"""What to keep of an output, and for which layers."""
 
 
 def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """What a hook of ours calls is none of the model's calls: no mode sees it, neither our own nor the user's."""
+    """Hide what our hook calls from the model's calls: no mode sees it, neither ours nor the user's."""
 
     @functools.wraps(hook)
     def unseen(*args: Any) -> None:
@@ -58,11 +58,11 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 LEAVING = ("_leave_model", "_leave_late")
-"""Hooks that are called where nothing of a mode's is being handled, so that it can be taken off."""
+"""Hooks that run while no mode is handling a call, so that a mode can be removed there."""
 
 
 def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A fault of ours in a hook costs the step, not the run; at a first step where nothing was listed by hand."""
+    """Make a fault in our hooks cost the step, not the run (at a first step only if nothing was listed explicitly)."""
 
     @functools.wraps(hook)
     def harmless(capture: Capture, *args: Any) -> Any:
@@ -85,19 +85,19 @@ class Capture:
     Args:
         model: The bare module.
         layers: Layers whose calls are kept.
-        loss: What is known of the loss from outside.
-        axes: Where the batch is.
-        thorough: Whether to look if the forward pass writes to parameters.
+        loss: What is known about the loss from outside.
+        axes: The batch axes.
+        thorough: Whether to check that the forward pass does not write to parameters.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
-        batch_size: The user's word on the batch size, overriding the batch axis of the first tensor.
-        watch: Parameters of which ``parameter_gradients`` shall hold what autograd gave them.
-        keep_left: Whether ``parameter_gradients`` shall also hold what was in ``.grad`` before.
+        batch_size: The batch size given by the user, overriding the batch axis of the first tensor.
+        watch: Parameters whose gradients from autograd ``parameter_gradients`` should hold.
+        keep_left: Whether ``parameter_gradients`` should also hold what was in ``.grad`` before.
         wrappers: Modules around the model.
-        settled: Whether an earlier step was right, so that passes without a backward are meant so.
-        goes_on: Whether a fault costs this step alone, and is no reason to end the run.
-        copies: Whether to copy the arguments of the model, which the user may overwrite as soon as it has returned.
-        tracked: The tracked parameters, by name, of a step of the loop; of a second pass none.
+        settled: Whether an earlier step was fine, so that passes without a backward are taken as intended.
+        goes_on: Whether a fault only costs this step, and does not end the run.
+        copies: Whether to copy the model's arguments, which the user may overwrite as soon as it has returned.
+        tracked: The tracked parameters, by name, for a step of the loop; ``None`` for a second pass.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class Capture:
         self._batch_size = batch_size
         self.parameter_gradients = ParameterGradients(watch or {}, keep_left)
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
-        self.fault: Exception | None = None  # what went wrong, where that does not end the run
-        self._overlap = False  # whether a pass began before an earlier one went backward
+        self.fault: Exception | None = None  # what went wrong, if that does not end the run
+        self._overlap = False  # whether a pass began before an earlier one had its backward
         self._paused, self._thread = False, threading.get_ident()
         self._opened_by = self._thread  # the thread that runs the open pass
         self._output_gradients, self._observers = output_gradients, observers or {}
         self._device = next(model.parameters()).device
         self.micros: list[RecordedMicroBatch] = []
-        self._pass: ForwardPass | None = None  # the one that calls of layers belong to
-        self._batch: list[Tensor] = []  # what it was given
-        self._calls: list[_Call] = []  # of the model, that have not returned
+        self._pass: ForwardPass | None = None  # the pass that calls of layers belong to
+        self._batch: list[Tensor] = []  # the tensors it was given
+        self._calls: list[_Call] = []  # calls of the model that have not returned
         self._handles: list[Any] = []
         self._told = LossCalls(loss, self.micros, self._on_gradient)
         self._passes: list[ForwardPass] = []
@@ -146,7 +146,9 @@ class Capture:
         self._open = False
         self._entered = 0.0
         self._to_show: list[tuple[Use, int, Tensor]] = []
-        self._late: tuple[nn.Module, Watch] | None = None  # called by the backward pass, and what sees its calls
+        self._late: tuple[nn.Module, Watch] | None = (
+            None  # a module called by the backward pass, and what watches its calls
+        )
         self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
         self._backward_passes = BackwardPasses(model)
         self._parameters = ""
@@ -156,7 +158,7 @@ class Capture:
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Put the hooks on. They run before the user's own, so that they see what the layers computed."""
+        """Register the hooks. They run before the user's own, so they see what the layers computed."""
         self._open = True
         _running.append(self)
         keep = self._handles.append
@@ -189,7 +191,7 @@ class Capture:
             self._loop.begin()
 
     def stop(self) -> None:
-        """Take every hook off, those on tensors included."""
+        """Remove every hook, including those on tensors."""
         self._open = False
         if self._is_loops:
             self._loop.end()
@@ -200,20 +202,20 @@ class Capture:
         self._handles.clear()
 
     def let_go(self) -> None:
-        """Hold nothing of the step any more.
+        """Release everything that belongs to the step.
 
-        Hooks, watches and what they fill refer to each other, so that memory would stay until the next run of the
-        garbage collector. A call in another thread may still meet a hook.
+        Hooks, watches and what they fill form reference cycles, so memory would otherwise be held until the next
+        garbage collection. A call in another thread may still reach a hook.
         """
         self.fault = self.fault or RuntimeError("The step has ended.")
         for name in vars(self).keys() - {"fault", "_calls", "_late", "_loop", "_open", "_steps_away", "_thread"}:
             delattr(self, name)
 
     def give_up(self, error: Exception) -> None:
-        """Look no more: something is wrong.
+        """Stop watching, because something is wrong.
 
         Raises:
-            Exception: What it is, where that is a reason to end the run.
+            Exception: The error, if it is a reason to end the run.
         """
         if not self._goes_on:
             raise error
@@ -223,26 +225,26 @@ class Capture:
 
     @property
     def _watches(self) -> list[Watch]:
-        """All that are on, the innermost first."""
+        """All active watches, innermost first."""
         found = [self._late and self._late[1], *(call.watch for call in reversed(self._calls))]
         return [watch for watch in found if watch is not None]
 
     def _abandon(self) -> None:
-        """Take off what was on when something went wrong."""
+        """Remove what was active when something went wrong."""
         for watch in self._watches:
             watch.end()
         self._late = None
         self._calls.clear()
 
     def pause(self, paused: bool) -> None:
-        """Look away, or look again."""
+        """Pause or resume watching."""
         self._paused = self.parameter_gradients.paused = paused
 
     @property
     def _looks_away(self) -> bool:
-        """True if this is not the step's own: a run of ours, another thread that evaluates the model meanwhile.
+        """True if a call is not part of the step: our own rerun, or another thread that evaluates the model meanwhile.
 
-        Inside `torch.func.vmap` or `grad` tensors are none that could be kept.
+        Tensors inside `torch.func.vmap` or `grad` cannot be kept.
         """
         if transforms():
             return True
@@ -260,23 +262,23 @@ class Capture:
             self._pass = None
             return
         if self._pass is not None and self._pass.is_open and not self._pass.uses:
-            # A call of the model that does nothing but call the model: Lightning takes training_step through it.
+            # A call of the model that only calls the model: Lightning routes training_step through it.
             for call in self._calls:
                 call.is_rerouted |= call.made is self._pass
             self._pass.is_open = False
             self._forget(self._pass)
-        # Any pass may have to be run again: a loop may change at any step.
+        # Any pass may have to be run again, because a loop may change at any step.
         before = Snapshot.take(module, self._device)
         micro = self.micros[-1] if self.micros else None
         batch_size = self._infer_batch_size(args, kwargs)
-        # Its samples are those of the pass before, as where a sequence is cut into windows and the state is handed on.
+        # Its samples are those of the previous pass, e.g. if a sequence is cut into windows and the state is passed on.
         continues = self._loop.is_of_samples(tensors((args, kwargs)), batch_size)
         if micro is None or not continues and (micro.losses or any(p.went_backward for p in micro.passes)):
             micro = RecordedMicroBatch()
             self.micros.append(micro)
         micro.is_one_batch |= continues
         self._overlap |= any(not p.went_backward and p.batch_size for m in self.micros for p in m.passes)
-        # The user's own containers may be emptied in the forward pass, and the tensors be overwritten after it.
+        # The forward pass may empty the user's containers, and the tensors may be overwritten after it.
         self._batch = tensors((args, kwargs))
         self._own = OwnCopies(self._batch if self._copies else ())
         batch = batched((args, kwargs), self._axes.batch_dim, batch_size)
@@ -301,12 +303,12 @@ class Capture:
 
     @property
     def _watch(self) -> Watch | None:
-        """What sees the calls of functions now."""
+        """The watch that sees calls of functions now."""
         return self._calls[-1].watch if self._calls else self._late and self._late[1]
 
     @_harmless
     def _enter_late(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is called by the backward pass, as checkpointing does, which switches modes off."""
+        """Handle a module called by the backward pass, as in checkpointing, which switches modes off."""
         forward, functions = self._pass, self._functions
         if self._looks_away or self._calls or self._late is not None or not torch.is_grad_enabled():
             return
@@ -323,7 +325,7 @@ class Capture:
             self._late = None
 
     def _fingerprint(self) -> str:
-        """Of the parameters, to see whether the forward pass leaves them alone."""
+        """Return a digest of the parameters, to see whether the forward pass leaves them alone."""
         if not self._thorough:
             return ""
         with torch.no_grad():
@@ -341,7 +343,7 @@ class Capture:
         )
 
     def _forget(self, forward: ForwardPass) -> None:
-        """A pass that is none."""
+        """Discard a pass that turned out not to be one."""
         for micro in self.micros:
             micro.passes[:] = [each for each in micro.passes if each is not forward]
         self._passes[:] = [each for each in self._passes if each is not forward]
@@ -356,7 +358,7 @@ class Capture:
             if self._calls and (outer := self._calls[-1].watch) is not None:
                 outer.is_muted = False
                 outer.mark(tensors(output))
-        if output is None and sys.exc_info()[0] is not None:  # the forward raised; a loop may catch that, and try again
+        if output is None and sys.exc_info()[0] is not None:  # the forward pass raised; a loop may catch that and retry
             if call.made is not None:
                 self._forget(call.made)
             self._pass = call.before
@@ -371,11 +373,11 @@ class Capture:
         self.forward_seconds += time.perf_counter() - self._entered
         aliased = sum(t.requires_grad for t in tensors(output)) > 1
         if aliased:
-            # An output may be computed from another, such as a loss from logits. Aliases tell the gradients apart that
+            # An output may be computed from another, such as a loss from logits. Aliases separate the gradients that
             # arrive from outside.
             try:
                 output = map_tensors(_alias, output)
-            except Exception:  # a kind of output that cannot be made anew
+            except Exception:  # an output type that cannot be reconstructed
                 aliased = False
         forward.output = output
         forward.axes = self._axes.of("", 0, shapes_of(output), forward.batch_size)
@@ -394,7 +396,7 @@ class Capture:
 
     @_harmless
     def _leave_wrapper(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """DDP may hand on copies of what the model returned, which the loss is then computed from."""
+        """Handle copies that DDP may return instead of the model's outputs, and that the loss is computed from."""
         forward = self._pass
         if not self._looks_away and forward is not None and not forward.is_open and torch.is_grad_enabled():
             self._loop.follow(tensors(output))
@@ -404,11 +406,11 @@ class Capture:
     @_unseen
     @_harmless
     def _see_in_model(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """The model called a function."""
+        """Handle a function called by the model."""
         forward = self._pass
         if not torch.is_grad_enabled() or forward is None or not forward.batch_size:
             return
-        if not forward.is_open:  # a call of the model that called the model, or one made again
+        if not forward.is_open:  # a model that calls itself, or a recomputed call
             if self._calls:
                 self.objective.see(function, args, kwargs, result)
             return
@@ -436,7 +438,7 @@ class Capture:
                 self._told.heard(self._loss.module, given, {}, result)
 
     def _differentiates(self, function: Any, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """The loop is about to differentiate."""
+        """Handle a call of the loop that is about to differentiate."""
         return self._prepare(function, args, kwargs) or nullcontext()
 
     @_harmless
@@ -462,7 +464,7 @@ class Capture:
 
     @contextmanager
     def _away(self) -> Generator[None, None, None]:
-        """Gradients inside are none that the optimizer gets."""
+        """Inside, gradients are not those that the optimizer gets."""
         before = self._paused
         self.pause(True)
         try:
@@ -494,7 +496,7 @@ class Capture:
     @_unseen
     @_harmless
     def _enter_rerun_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a layer that will be run again starts from."""
+        """Record the state that a layer to be run again starts from."""
         if torch.is_grad_enabled() and not self._looks_away:
             kept = map_tensors(self._own, (args, kwargs))
             self._before[id(module)] = _Before(Snapshot.take(module, self._device), kept, _versions(kept))
@@ -544,7 +546,7 @@ class Capture:
 
     @_harmless
     def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
-        """A function was called with parameters, and with something of the batch."""
+        """Handle a call of a function with parameters and something of the batch."""
         forward, functions = self._pass, self._functions
         if forward is None or functions is None:
             return
@@ -579,7 +581,7 @@ class Capture:
         self._receive(use, output, given, forward.uses)
 
     def _receive(self, use: Use, output: Any, given: list[Tensor], uses: list[Use]) -> None:
-        """Let a call have the gradients at its outputs; one that checkpointing made again is a use when it has them."""
+        """Attach receivers for output gradients to a call; one recomputed by checkpointing then becomes a use."""
 
         def add(position: int) -> Callable[[Tensor], None]:
             to_use = adder(use.output_gradients, position, lambda: use.axes[position])
@@ -598,7 +600,7 @@ class Capture:
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
-        """Hand the first floating-point tensor among the outputs to the observers."""
+        """Pass the first floating-point tensor among the outputs to the observers."""
         if not use.layer.is_leaf or not any(use.layer.path in paths for _, paths in self._observers.values()):
             return
         first = next((k for k, t in enumerate(tensors(output)) if t.is_floating_point()), None)
@@ -608,7 +610,7 @@ class Capture:
         if self._axes.is_known(use.key, use.call):
             self._show(use, first, values)
         else:
-            self._to_show.append((use, first, values.clone()))  # when the step has ended
+            self._to_show.append((use, first, values.clone()))  # once the step has ended
 
     def _show(self, use: Use, position: int, values: Tensor) -> None:
         axis = None if isinstance(use.axes[position], Folded) else use.axes[position]
@@ -625,7 +627,7 @@ class Capture:
 
     @_harmless
     def record_losses(self, losses: Tensor, weight: float | None = None, divisor: float | None = None) -> None:
-        """Losses of the latest forward pass, as the user says; see `LossCalls.record`."""
+        """Record the losses of the latest forward pass, as given by the user; see `LossCalls.record`."""
         self._told.record(losses, weight, divisor)
         if losses.dim():
             self.objective.tell(losses)
@@ -633,7 +635,7 @@ class Capture:
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
         @_harmless
         def hook(_: Capture, gradient: Tensor | None) -> None:
-            if self._open and not self._paused and gradient is not None:  # one of several outputs may have none
+            if self._open and not self._paused and gradient is not None:  # some of several outputs may have no gradient
                 receive(gradient)
                 if of is not None:
                     self._backward_passes.reach(of)
@@ -643,14 +645,14 @@ class Capture:
             self._outputs.keep(tensor, receive, of)
 
     def uses(self) -> list[Use]:
-        """The calls of layers that gradients reached, in the order of the forward passes."""
+        """Return the calls of layers that gradients reached, in the order of the forward passes."""
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
     def finish(self) -> Interpretation:
-        """The micro-batches of the step; raises as :func:`distcockpit.capture.interpretation.interpret` does.
+        """Return the micro-batches of the step; see :func:`distcockpit.capture.interpretation.interpret`.
 
         Raises:
-            RuntimeError: If it is not known to which pass calls of layers in the backward pass belong.
+            RuntimeError: If it is unclear which pass the layer calls of a backward pass belong to.
         """
         if self.fault is not None:
             raise self.fault
@@ -658,8 +660,9 @@ class Capture:
         if self._overlap and late:
             raise RuntimeError(
                 f"Layer '{late[0].layer.path}' was called in a backward pass, as activation checkpointing with "
-                "use_reentrant=True does, while several forward passes of the model had no backward yet: which of them "
-                "it belongs to is not known. Use use_reentrant=False, or call backward after each forward pass."
+                "use_reentrant=True does, while several forward passes of the model had no backward yet, so it is "
+                "unclear which of them it belongs to. Use use_reentrant=False, or call backward after each forward "
+                "pass."
             )
         for forward in [each for each in self._passes if each.is_aside and not each.went_backward]:
             self._forget(forward)
@@ -677,12 +680,12 @@ class Capture:
 
 
 _running: list[Capture] = []
-"""All that have hooks on modules."""
+"""All captures that have hooks on modules."""
 
 
 @contextmanager
 def undisturbed() -> Generator[None, None, None]:
-    """Inside, modules are run again, and captures of other cockpits in this thread look away."""
+    """Inside, modules are run again, and captures of other cockpits in this thread ignore it."""
     others = [capture for capture in _running if capture._thread == threading.get_ident() and not capture._paused]
     for capture in others:
         capture.pause(True)
@@ -698,7 +701,7 @@ class _Call:
     """A call of the model that has not returned."""
 
     before: ForwardPass | None  # what calls of layers belonged to before
-    own: OwnCopies  # of the arguments of the call around it
+    own: OwnCopies  # of the arguments of the enclosing call
     made: ForwardPass | None = None
     is_rerouted: bool = False  # whether it only calls the model again
     watch: Watch | None = None  # sees the calls of functions in it
@@ -706,7 +709,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a layer found when it was called."""
+    """The state of a layer when it was called."""
 
     snapshot: Snapshot
     kept: tuple[tuple[Any, ...], dict[str, Any]]
@@ -714,7 +717,7 @@ class _Before:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same for autograd, as a tensor of its own; a loss may be scaled in place, by which views lose their hooks."""
+    """Return a separate tensor that is the same for autograd; a loss may be scaled in place, where views lose hooks."""
     if not tensor.requires_grad:
         return tensor
     return tensor.view_as(tensor) if tensor.dim() else tensor.clone()

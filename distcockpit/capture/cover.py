@@ -1,8 +1,8 @@
-"""From which calls the individual gradients of each parameter are taken.
+"""From which calls the individual gradients of each parameter are derived.
 
-These are the calls of functions with the parameter, or with what was made of it. Where they do not tell the samples
-apart (rows that are no samples), or do not explain the whole gradient (calls that no mode sees), it is a module, run as
-a whole: the one that owns the parameter; then its parent, and so on. Running a parent again, with output gradients of
+These are the calls of functions with the parameter, or with tensors made from it. If they do not separate the samples
+(rows that are not samples), or do not explain the whole gradient (calls that no mode sees), a module is run as a whole
+instead: the one that owns the parameter, then its parent, and so on. Running a parent again, with output gradients of
 one sample at a time, is exact for everything inside it, and slow.
 """
 
@@ -22,12 +22,12 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Cover:
-    """What serves which parameters.
+    """Which modules or calls serve which parameters.
 
     Args:
         model: The bare module.
         own: The layers of :func:`distcockpit.capture.layers.find_layers`.
-        raised: The modules that serve a parameter where calls of functions do not.
+        raised: The modules that serve a parameter if calls of functions do not.
         reasons: Why, by parameter.
     """
 
@@ -52,12 +52,12 @@ class Cover:
         for layer in self.own:
             for full in layer.parameters.values():
                 owners[full] = (*owners.get(full, ()), layer.path)
-        # One that is held by a module and by a parent of it is mostly used by the former.
+        # One that is held by both a module and its parent is usually used by the module.
         return {full: tuple(p for p in at if not any(_is_below(q, p) for q in at)) for full, at in owners.items()}
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """All layers to hook, each with the parameters that it serves."""
+        """All layers to hook, each with the parameters it serves."""
         modules = dict(self.model.named_modules())
         found = {layer.path: layer for layer in self.own}
         missing = {path for paths in self.scopes.values() for path in paths} - {CALLS, *found}
@@ -93,27 +93,27 @@ class Cover:
         return " and ".join(f"'{label(path)}' ({type(modules[path]).__name__})" for path in paths)
 
     def why(self, parameter: str) -> str:
-        """Why a parameter takes a slow route."""
+        """Return why a parameter takes a slow route."""
         return self.reasons[parameter]
 
     def check(self, slow_routes: bool) -> None:
         """Check whether the routes are allowed.
 
         Raises:
-            ValueError: If there is a slow one, and they are not.
+            ValueError: If there is a slow route, but slow routes are not allowed.
         """
         if slow_routes or not self.slow:
             return
         parameter, module = next(iter(self.slow.items()))
         raise ValueError(
-            f"fallback='error': the individual gradients of parameter '{parameter}' are exact only by a slow route, "
-            f"running {module} again with one backward pass per sample, because {self.why(parameter)}. Allow it with "
-            f"fallback='warn', or leave its layer out: exclude=['{parameter.rpartition('.')[0]}']. All such "
-            f"parameters: {list(self.slow)[:8]}."
+            f"fallback='error': exact per-sample gradients of parameter '{parameter}' need a slow route, running "
+            f"{module} again with one backward pass per sample, because {self.why(parameter)}. Allow it with "
+            f"fallback='warn', or leave its layer out: exclude=['{parameter.rpartition('.')[0]}']. Parameters that "
+            f"need a slow route: {list(self.slow)[:8]}."
         )
 
     def raise_for(self, reasons: Mapping[str, tuple[str, Iterable[str]]]) -> Cover:
-        """The cover with modules in place of calls that do not serve, and parents in place of these.
+        """Return the cover with modules in place of calls that do not serve, and parents in place of such modules.
 
         Args:
             reasons: By parameter: why, and the modules that do not serve it.
@@ -140,17 +140,17 @@ class Cover:
         owner = next(layer for layer in self.own if parameter in layer.parameters.values())
         why = self.reasons.get(parameter, why)
         raise ValueError(
-            f"Parameter '{parameter}' of layer '{owner.path}' ({type(owner.module).__name__}): {why}. Its individual "
-            "gradients would follow from the outputs of the whole model, but these do not tell the samples apart or do "
-            f"not explain its gradient. Let the model ({type(self.model).__name__}) return predictions whose first "
-            "axis is the batch and compute the loss from them alone, use the parameter inside a module that does, or "
-            f"leave the layer out: exclude=['{owner.path}']. If the model's inputs do not begin with the batch, say "
-            "batch_dim=...; if their first tensor is none, track(step, batch_size=...)."
+            f"Parameter '{parameter}' of layer '{owner.path}' ({type(owner.module).__name__}): {why}. The outputs of "
+            "the whole model would be the last resort for its per-sample gradients, but they do not separate the "
+            f"samples or do not explain its gradient. Let the model ({type(self.model).__name__}) return predictions "
+            "whose first axis is the batch and compute the loss from them alone, use the parameter inside a module "
+            f"that does, or leave the layer out: exclude=['{owner.path}']. If the batch is not the first axis of the "
+            "model's inputs, pass batch_dim=...; if their first tensor has no batch axis, track(step, batch_size=...)."
         )
 
 
 def _topmost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Without those that lie below others."""
+    """Drop the paths that lie below others."""
     paths = tuple(paths)
     return tuple(path for path in paths if not any(_is_below(path, other) for other in paths))
 

@@ -25,14 +25,14 @@ class Route:
     Args:
         parameter: Its name.
         shape: Its shape.
-        route: "closed form" (all functions that are called with it have one), "calls of functions" (some are run again
-            by themselves, or no tracked step has called them yet), "module run again" (the module that owns it, as a
-            whole), "slow exact fallback" (a part of the model, with output gradients of one sample at a time), or "not
+        route: "closed form" (every function called with it has one), "calls of functions" (some are run again on their
+            own, or no tracked step has called them yet), "module run again" (the module that owns it, as a whole),
+            "slow exact fallback" (a part of the model, with output gradients of one sample at a time), or "not
             tracked".
         layers: The modules that own it, or that are run again for it.
-        checked: Whether they were found to add up to the gradient that autograd gave the parameter. Not yet, as long as
-            no tracked step gave it one.
-        why: Why it takes a slow route, or none, or is not exact any more.
+        checked: Whether its individual gradients were found to add up to the gradient from autograd. False until a
+            tracked step gives it a gradient.
+        why: Why it takes a slow route, or none, or is no longer exact.
     """
 
     parameter: str
@@ -56,7 +56,7 @@ class Coverage:
         return len(self.routes)
 
     def __getitem__(self, parameter: str) -> Route:
-        """The route of a parameter.
+        """Return the route of a parameter.
 
         Raises:
             KeyError: If the model has no such parameter.
@@ -67,7 +67,7 @@ class Coverage:
         raise KeyError(f"The model has no parameter {parameter!r}; it has {[r.parameter for r in self.routes][:8]}.")
 
     def to_dataframe(self) -> pd.DataFrame:
-        """The table as a pandas data frame, indexed by parameter."""
+        """Return the table as a pandas data frame, indexed by parameter."""
         import pandas as pd  # noqa: PLC0415 - slow to import
 
         rows = [
@@ -89,19 +89,19 @@ class Coverage:
         return self.to_dataframe().to_html()
 
     def attributes(self) -> dict[str, dict[str, Any]]:
-        """The table for the store: by parameter."""
+        """Return the table in the form it is stored: by parameter."""
         return {
             r.parameter: {"route": r.route, "layers": list(r.layers), "checked": r.checked, "why": r.why} for r in self
         }
 
 
 def coverage(model: nn.Module, cover: Cover, check: SelfCheck) -> Coverage:
-    """The table.
+    """Build the table.
 
     Args:
         model: The bare module.
-        cover: What serves which parameters.
-        check: What was found so far.
+        cover: Which modules or calls serve which parameters.
+        check: What has been verified so far.
     """
     return Coverage(tuple(_route(name, p, cover, check) for name, p in model.named_parameters()))
 
@@ -119,5 +119,5 @@ def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck) -> Route:
     else:
         route = WHOLE
     if name in check.broken:
-        why = f"not exact, as was seen at step {check.broken[name]}"
+        why = f"found not to be exact at step {check.broken[name]}"
     return Route(name, shape, route, tuple(map(label, scopes)), name not in check.not_checked, why)

@@ -11,18 +11,18 @@ import torch
 
 @contextmanager
 def eagerly() -> Generator[None, None, None]:
-    """Inside, what `torch.compile` made runs as it was written.
+    """Inside, modules and functions compiled by `torch.compile` run eagerly.
 
-    Compiled code neither calls hooks that were put on after it was compiled, nor may it be compiled anew for a single
-    step: what is compiled stays, and is used again afterwards.
+    Compiled code does not call hooks registered after compilation, and must not be recompiled for a single step: the
+    compiled code is kept, and used again afterwards.
 
     Raises:
-        RuntimeError: If this is inside a function that is being compiled, or a graph of CUDA is being captured.
+        RuntimeError: If this is inside a function that is being compiled, or a CUDA graph is being captured.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "A tracked step began while a CUDA graph is being captured. Capture and replay graphs on steps that are "
-            "not tracked, and run tracked ones eagerly."
+            "A tracked step began during CUDA graph capture. Capture and replay graphs on untracked steps, and run "
+            "tracked steps eagerly."
         )
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import takes seconds
         yield
@@ -31,8 +31,8 @@ def eagerly() -> Generator[None, None, None]:
         stance = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
         raise RuntimeError(
-            "`track` was entered by a function that is being compiled. Put `with cockpit.track(step):` around the call "
-            "of the compiled function, not inside it."
+            "`track` was entered inside a function that is being compiled. Put `with cockpit.track(step):` around the "
+            "call of the compiled function, not inside it."
         ) from error
     with stance:
         yield

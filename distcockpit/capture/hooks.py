@@ -7,17 +7,17 @@ from typing import Any
 
 
 class Hook:
-    """A hook on a module that copies of the module, and files with it, do not have: `deepcopy` and pickle leave it out.
+    """A module hook that is not copied with the module or saved to files: `deepcopy` and pickle skip it.
 
     Args:
-        call: What it does.
+        call: The function to call.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        """What it does."""
+        """Call the hook."""
         return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
@@ -28,7 +28,7 @@ class Hook:
 
 
 def no_hook(*args: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def _no_hook() -> Callable[..., None]:

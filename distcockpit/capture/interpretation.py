@@ -1,11 +1,11 @@
 """What the hooks collected in a tracked step, and what it means: micro-batches with their weights and scales.
 
-The objective is what the optimizer gets: the sum of all that is differentiated. On one rank, ``c`` is the coefficient
-of the terms there, with the scale of mixed precision divided out. One process with the whole batch would have ``1/W``,
-with W the sum of ``1 / (K c)`` over the ranks and their K micro-batches: means over samples or tokens have
-``c = 1 / (K w)`` with w their number, and their W is the number of all; what is divided by a number that all ranks know
-has the same c everywhere, and that is what W gives back. A sum that nothing divides is reported as the mean over
-samples: ``W = N``.
+The objective is what the optimizer gets: the sum of everything that is differentiated. On one rank, ``c`` is the
+coefficient of its terms, with the scale of mixed precision divided out. One process with the whole batch would have
+``1/W``, with W the sum of ``1 / (K c)`` over the ranks and their K micro-batches: means over samples or tokens have
+``c = 1 / (K w)`` with w their number, and W is the number over all; if the divisor is a number that all ranks know, c
+is the same everywhere, and W gives it back. A sum that is not divided by anything is reported as the mean over samples:
+``W = N``.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from distcockpit.world import Pending
 
 NO_BACKWARD = (
     "A forward pass of the tracked step had no backward before `track` ended. Move loss.backward() inside `with "
-    "cockpit.track(step):`, and run passes that only predict under torch.no_grad()."
+    "cockpit.track(step):`, and run inference-only passes under torch.no_grad()."
 )
 TOO_MANY = (
-    "track({option}={value!r}) describes one batch, but this step ran {count} micro-batches. Leave it out; the losses "
-    "and what they are divided by are seen as they are computed."
+    "track({option}={value!r}) describes one batch, but this step ran {count} micro-batches. Omit it: the losses and "
+    "their divisors are seen as they are computed."
 )
 UNPAIRED = (
-    "A loss is made of {passes} forward passes with {sizes} samples, so that their samples cannot be paired. Call the "
-    "model on batches of one size, or compute a loss for each of them."
+    "A loss combines {passes} forward passes with {sizes} samples, so their samples cannot be paired. Call the "
+    "model on batches of equal size, or compute a separate loss for each."
 )
 COUPLED = (
-    "the loss couples the samples of a batch ({}), as contrastive losses, Dice and statistics over the batch do: it is "
-    "no sum over samples, so that they have no gradients of their own"
+    "the loss couples the samples of a batch ({}), as contrastive losses, Dice and batch statistics do: it is "
+    "not a sum over samples, so they have no gradients of their own"
 )
 UNSEEN = (
-    "what {} adds up is not seen, so that it counts as a mean over samples. If it is one over something else, say over "
-    "how many: track(step, weight=...)."
+    "the terms that {} adds up cannot be seen, so it counts as a mean over samples. If it is a mean over something "
+    "else, pass the number of terms: track(step, weight=...)."
 )
 HAS_GRADIENTS = (
-    "the loss holds gradients of the model (torch.autograd.grad(..., create_graph=True)), whose own gradients by "
-    "sample are not known"
+    "the loss contains gradients of the model (torch.autograd.grad(..., create_graph=True)), whose own per-sample "
+    "gradients are not known"
 )
 
 
@@ -66,28 +66,32 @@ class Interpretation:
     captured: list[Captured]
     notices: dict[str, str] = field(default_factory=dict)  # by topic
     coupled: str = ""  # why samples have no gradients of their own
-    own: float = 0.0  # what the mean is multiplied by in the objective
+    own: float = 0.0  # the factor of the mean in the objective
     coefficient: float = 0.0  # of each term
-    mix: float = 0.0  # what parts the objective is made of; the same on all ranks, else they have no common one
-    times: int = 1  # how often too much losses were added up
-    is_sum: bool = False  # whether nothing divides the sum over samples
+    mix: float = (
+        0.0  # which parts the objective consists of; if it differs between ranks, they have no common objective
+    )
+    times: int = 1  # the factor by which the summed losses are too large
+    is_sum: bool = False  # whether the sum over samples is divided by nothing
 
 
 @dataclass
 class Terms:
     """The terms of one part of the objective, for the samples of one micro-batch."""
 
-    name: str  # of what added them up
+    name: str  # the function that added them up
     coefficient: float  # of each term, without the scale of mixed precision; not negative
-    divisor: float  # what the sum was divided by
-    own: float  # the coefficient of the mean; NaN where the loop divided a sum by what only it knows
+    divisor: float  # the divisor of the sum
+    own: float  # the coefficient of the mean; NaN if the loop divided a sum by a number unknown to us
     total: Tensor | None
     individual: Tensor | None
-    is_sum: bool  # whether nothing divides it
-    pattern: float = 0.0  # of coefficients that differ beside the batch axis; it must be the same for all samples
-    weight: float | None = None  # the user's word on how many terms they are
-    part: LossPart | None = None  # in the graph, where it is one sum or mean
-    factor: float = 1.0  # of its gradient, to have that of the sum of its terms
+    is_sum: bool  # whether it is divided by nothing
+    pattern: float = (
+        0.0  # of coefficients that vary along axes other than the batch; it must be the same for all samples
+    )
+    weight: float | None = None  # the number of terms given by the user
+    part: LossPart | None = None  # in the graph, if it is one sum or mean
+    factor: float = 1.0  # of its gradient, to get the gradient of the sum of its terms
 
 
 def interpret(
@@ -98,23 +102,23 @@ def interpret(
     *,
     skips: bool = False,
 ) -> Interpretation:
-    """The micro-batches of a step.
+    """Determine the micro-batches of a step.
 
     Args:
         micros: As the hooks saw them.
         objective: What was differentiated.
-        loss: What is known of the loss from outside.
-        batch_size: The user's word on the batch size, which describes one batch only.
-        skips: Whether passes without a backward are left out, as where a loop skips a loss that is not finite.
+        loss: What is known about the loss from outside.
+        batch_size: The batch size given by the user, which describes a single batch only.
+        skips: Whether passes without a backward are left out, e.g. if a loop skips a non-finite loss.
 
     Raises:
-        RuntimeError: If the model was not called, or a forward pass had no backward, or the loss cannot be
-            understood; the text says what to do.
+        RuntimeError: If the model was not called, a forward pass had no backward, or the loss cannot be understood; the
+            message says what to do.
     """
     if not micros and not skips:
         raise RuntimeError(
-            "The tracked step ended without a forward pass of the model (gradients enabled). Call the model inside "
-            "`with cockpit.track(step):`, as `cockpit(x)` or as the module given to DistCockpit."
+            "The tracked step ended without a forward pass of the model (with gradients enabled). Call the model "
+            "inside `with cockpit.track(step):`, as `cockpit(x)` or as the module passed to DistCockpit."
         )
     parts = list(dict.fromkeys(part for root in objective.roots for part in root.parts if part.gradient is not None))
     split = _grouped(micros, parts)
@@ -153,7 +157,7 @@ def interpret(
 
 
 def _compare(result: Interpretation, loss: KnownLoss, scale: float) -> None:
-    """Check whether what the user says of the loss is what was seen."""
+    """Check whether the losses given by the user agree with what was seen."""
     for captured in result.captured:
         if captured.scale.total is None or len(captured.losses) != 1 or not captured.scale.unscale:
             continue
@@ -163,13 +167,13 @@ def _compare(result: Interpretation, loss: KnownLoss, scale: float) -> None:
         if math.isfinite(said) and not math.isclose(said, seen, rel_tol=2e-2, abs_tol=1e-6):
             who = "record_losses says" if call.recorded else f"loss_fn ({type(loss.module).__name__}) gave"
             result.notices["said"] = (
-                f"{who} {said:.6g}, but what is differentiated is {seen:.6g}. The latter is what is stored, but for "
+                f"{who} {said:.6g}, but what is differentiated is {seen:.6g}. The latter is stored, except for "
                 "curvature, which is that of loss_fn alone."
             )
 
 
 def _grouped(micros: Sequence[RecordedMicroBatch], parts: Sequence[LossPart]) -> list[RecordedMicroBatch]:
-    """Passes whose samples have losses together, together; all others apart.
+    """Group passes whose samples share losses; keep all others separate.
 
     Raises:
         RuntimeError: If samples of passes cannot be paired.
@@ -202,7 +206,7 @@ def _grouped(micros: Sequence[RecordedMicroBatch], parts: Sequence[LossPart]) ->
 def _terms_of(
     micro: RecordedMicroBatch, parts: Sequence[LossPart], scale: float, loss: KnownLoss, result: Interpretation
 ) -> list[Terms]:
-    """What the objective is made of for the samples of a micro-batch."""
+    """Return what the objective consists of for the samples of a micro-batch."""
     forward = micro.passes[0]
     if not forward.batch_size:
         return []
@@ -253,7 +257,7 @@ def _terms(part: LossPart, micro: RecordedMicroBatch, scale: float, loss: KnownL
 
 
 def _learned(part: LossPart, micro: RecordedMicroBatch) -> list[Use]:
-    """The individual gradients of parameters in the coefficient of a part."""
+    """Return the individual gradients of parameters in the coefficient of a part."""
     owner = next((forward for forward in micro.passes if forward in part.passes), None)
     losses = None if owner is None else part.sums(owner, part.reduction.terms.detach())
     if losses is None:
@@ -263,10 +267,10 @@ def _learned(part: LossPart, micro: RecordedMicroBatch) -> list[Use]:
 
 
 def _weighted(part: LossPart, values: Tensor) -> tuple[float, Tensor, float, float]:
-    """One coefficient for terms that have different ones.
+    """Find one coefficient for terms that have different ones.
 
     Returns:
-        The coefficient, the terms with what is left of theirs, its pattern, and what the weights add up to.
+        The coefficient, the terms times what is left of theirs, its pattern, and the sum of the weights.
     """
     assert part.at_terms is not None and part.gradient is not None
     at_terms, flat = part.at_terms.double(), part.gradient.reshape(-1)
@@ -287,7 +291,7 @@ def _weighted(part: LossPart, values: Tensor) -> tuple[float, Tensor, float, flo
 
 
 def _said(call: LossCall, found: Sequence[Terms], scale: float) -> Terms:
-    """What the user says, where it was not seen."""
+    """Return the terms as given by the user, if they were not seen."""
     said = call.said
     assert said is not None
     if call.factor is not None and said.individual is not None:
@@ -309,9 +313,9 @@ def _scales(
     result: Interpretation,
     n_roots: int,
 ) -> list[Scale]:
-    """How each micro-batch weighs its samples."""
+    """Determine how each micro-batch weights its samples."""
     nothing = Scale(0.0, 0.0, 0.0, None, None)
-    # A part without terms, such as one where all tokens are ignored, makes its micro-batch one without weight.
+    # A part without terms, e.g. if all tokens are ignored, makes its micro-batch one without weight.
     terms = [mine if all(each.divisor for each in mine) else [] for mine in terms]
     present = [(micro, mine) for micro, mine in zip(split, terms, strict=True) if mine]
     if result.coupled:
@@ -323,12 +327,12 @@ def _scales(
     bare = sums and any(all(math.isclose(each.coefficient, one, rel_tol=1e-6) for each in first) for one in (1, 1 / k))
     is_one = alike([each.own for each in first]) or alike([each.coefficient for each in first])
     is_one &= len({tuple(each.name for each in mine) for _, mine in present}) < 2
-    is_one &= n_roots >= k  # else they are one objective
+    is_one &= n_roots >= k  # otherwise they are one objective
     undivided = k > 1 and not sums and is_one and all(math.isclose(each.own, 1.0, rel_tol=1e-3) for each in first)
     if undivided:
         result.notices["undivided"] = (
-            f"the losses of {k} micro-batches were added up, and not divided by {k}: the optimizer gets {k} times the "
-            "gradient of the mean over samples, which is what is stored."
+            f"the losses of {k} micro-batches were added up but not divided by {k}: the optimizer gets {k} times the "
+            "gradient of the mean over samples, and the latter is what is stored."
         )
     base = next((each.coefficient for each in first if each.coefficient), 0.0)
     found, turn = [], iter(first)
@@ -362,25 +366,25 @@ def _scales(
 
 
 def _mix(coefficients: Sequence[float]) -> float:
-    """One number for the ratios of several."""
+    """Combine several ratios into one number."""
     base = next((each for each in coefficients if each), 1.0)
     return sum((k + 1) * each / base for k, each in enumerate(coefficients))
 
 
 def alike(numbers: Sequence[float]) -> bool:
-    """True if these are one number but for rounding; what is NaN is so on its own."""
+    """True if all numbers are equal up to rounding, ignoring NaN."""
     known = [each for each in numbers if not math.isnan(each)]
     return all(math.isclose(each, known[0], rel_tol=1e-3) for each in known)
 
 
 def _sum(parts: Sequence[tuple[float, Tensor | None]]) -> Tensor | None:
-    """Their weighted sum, if all are known."""
+    """Return the weighted sum, if all values are known."""
     known = [factor * each for factor, each in parts if each is not None]
     return sum(known[1:], known[0]) if len(known) == len(parts) else None
 
 
 def _beside(objective: Objective, terms: Sequence[Sequence[Terms]], scale: float, result: Interpretation) -> Beside:
-    """What the objective is more than its terms: penalties, and constants."""
+    """Return what the objective contains besides its terms: penalties and constants."""
     if not objective.roots or result.coupled:
         return Beside()
     penalties = [p for p in dict.fromkeys(p for root in objective.roots for p in root.penalties) if p.gradients]
@@ -393,16 +397,16 @@ def _beside(objective: Objective, terms: Sequence[Sequence[Terms]], scale: float
     if gradients:
         result.notices["penalty"] = (
             f"a part of the loss depends on no sample ({', '.join(sorted({p.name for p in penalties}))}): it counts in "
-            "the gradient and in the loss of every sample, as the same number."
+            "the gradient and the loss of every sample, with the same value."
         )
     return Beside(_rest(objective, terms, scale, bool(gradients)) / result.times, gradients, 1 / (scale * result.times))
 
 
 def _left(objective: Objective, known: Sequence[Terms], scale: float) -> Tensor:
-    """What is left of the objective without these terms."""
+    """Return what is left of the objective without these terms."""
     roots = [root for root in objective.roots if root.parts or any(each.gradients for each in root.penalties)]
     nothing = objective.roots[0].value.new_zeros(())
-    whole = torch.stack([nothing, *(root.value for root in roots)]).sum() / scale  # others are of other models
+    whole = torch.stack([nothing, *(root.value for root in roots)]).sum() / scale  # others belong to other models
     return whole - sum(each.coefficient * each.total for each in known if each.total is not None)
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are tracked, and what stands in the way."""
+"""Which modules of a model are tracked, and what prevents it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from distcockpit.capture.wrapped import has_children
 from distcockpit.gradients.uses import Layer
 
-# The modules of torch.nn.modules.activation, save attention, which has parameters and structure of its own.
+# The modules of torch.nn.modules.activation, except attention, which has parameters and a structure of its own.
 ACTIVATIONS = tuple(
     kind
     for name in nn.modules.activation.__all__
@@ -28,7 +28,7 @@ def is_unit(module: nn.Module) -> bool:
 def find_layers(
     model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
 ) -> list[Layer]:
-    """Modules to hook: those that own trainable parameters, and all leaf modules (these for their outputs).
+    """Return the modules to hook: those that own trainable parameters, and all leaf modules (for their outputs).
 
     Args:
         model: The bare module.
@@ -52,8 +52,8 @@ def find_layers(
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
-                f"Parameter '{name}' has no shape yet. Call the model once with a batch before DistCockpit is "
-                "constructed."
+                f"Parameter '{name}' has no shape yet. Call the model once with a batch before constructing "
+                "DistCockpit."
             )
     layers, left_out = [], {}
     for path, module in _modules(model):
@@ -70,25 +70,25 @@ def find_layers(
     if not tracked:
         raise ValueError(
             f"include={include!r} and exclude={exclude!r} leave no layer with trainable parameters. Layer names are "
-            f"{sorted({path for path in left_out.values()})[:8]}, patterns are matched against the whole name."
+            f"{sorted({path for path in left_out.values()})[:8]}; patterns are matched against the whole name."
         )
     for full in tracked.keys() & left_out.keys():
         raise ValueError(
             f"Parameter '{full}' is shared by the tracked layer '{tracked[full]}' and the excluded layer "
-            f"'{left_out[full]}'. Its individual gradients need both: include or exclude both."
+            f"'{left_out[full]}'. Its per-sample gradients need both: include both or exclude both."
         )
     for layer in layers:
         if isinstance(layer.module, torch.jit.ScriptModule):
             raise ValueError(
-                f"Layer '{layer.path}' ({type(layer.module).__name__}) is a scripted module, which takes no hooks. Use "
-                f"it as it was before torch.jit.script, or leave the layer out: exclude=['{layer.path}']."
+                f"Layer '{layer.path}' ({type(layer.module).__name__}) is a scripted module, which does not support "
+                f"hooks. Use it without torch.jit.script, or leave the layer out: exclude=['{layer.path}']."
             )
         for local in layer.parameters:
             if dict(layer.module.named_parameters(remove_duplicate=False))[local].is_complex():
                 raise ValueError(
                     f"Layer '{layer.path}' ({type(layer.module).__name__}) has the complex parameter '{local}', which "
-                    "is not supported. Hold its parts in one real parameter and use torch.view_as_complex, or "
-                    f"leave the layer out: exclude=['{layer.path}']."
+                    "is not supported. Store real and imaginary parts in one real parameter and use "
+                    f"torch.view_as_complex, or leave the layer out: exclude=['{layer.path}']."
                 )
         if isinstance(layer.module, nn.Embedding | nn.EmbeddingBag) and layer.parameters:
             for option, why in (
@@ -98,14 +98,14 @@ def find_layers(
                 if getattr(layer.module, option):
                     raise ValueError(
                         f"Layer '{layer.path}' ({type(layer.module).__name__}) has {option}="
-                        f"{getattr(layer.module, option)!r}, which {why}. Leave the option out, or the layer: "
+                        f"{getattr(layer.module, option)!r}, which {why}. Drop the option, or leave the layer out: "
                         f"exclude=['{layer.path}']."
                     )
     return layers
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names; nothing below a unit."""
+    """Yield all modules with their names, except those below a unit."""
     units: list[str] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{unit}.") or unit == "" for unit in units):
@@ -116,10 +116,10 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _check_patterns(model: nn.Module, **options: Sequence[str] | None) -> None:
-    """Patterns are a list, and each matches a layer.
+    """Check whether patterns are given as a list, and each matches a layer.
 
     Raises:
-        TypeError: If they are a single text.
+        TypeError: If they are a single string.
         ValueError: If one matches nothing.
     """
     paths = [path for path, _ in model.named_modules()]
@@ -129,7 +129,7 @@ def _check_patterns(model: nn.Module, **options: Sequence[str] | None) -> None:
         for pattern in patterns or ():
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(
-                    f"{option}={patterns!r}: {pattern!r} matches no layer. Layer names are {paths[1:9]}, patterns are "
+                    f"{option}={patterns!r}: {pattern!r} matches no layer. Layer names are {paths[1:9]}; patterns are "
                     "matched against the whole name."
                 )
 
@@ -144,41 +144,41 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 
 def batchnorms(model: nn.Module) -> Modules:
-    """The batch norms of a model."""
+    """Return the batch norms of a model."""
     norm = nn.modules.batchnorm._BatchNorm
     return [(path, module) for path, module in model.named_modules() if isinstance(module, norm)]
 
 
 def training(norms: Modules) -> Modules:
-    """Those batch norms that will normalise with statistics of the batch."""
+    """Return those batch norms that normalise with batch statistics."""
     return [(path, module) for path, module in norms if module.training or module.running_mean is None]
 
 
 def training_batchnorms(model: nn.Module) -> Modules:
-    """Batch norms of a model that will normalise with statistics of the batch."""
+    """Return the batch norms of a model that normalise with batch statistics."""
     return training(batchnorms(model))
 
 
 def problem_of_batchnorm(norms: Modules, track_batchnorm: bool) -> str:
-    """Why individual gradients are not defined: batch statistics, of which the user did not say how to treat them.
+    """Return why batch norms make individual gradients undefined, unless the user said how to treat batch statistics.
 
     Args:
         norms: The batch norms of the model.
-        track_batchnorm: Whether the statistics of the batch are constants.
+        track_batchnorm: Whether batch statistics are treated as constants.
 
     Returns:
-        The reason, and what to do; nothing where no batch norm is in the way.
+        The reason, and what to do; empty if there is no such batch norm.
     """
     for path, module in training(norms):
         kind = type(module).__name__
         if isinstance(module, nn.SyncBatchNorm):
             return (
-                f"layer '{path}' ({kind}) normalises with statistics of all ranks, which individual gradients do not "
-                "support. Use .eval() on it, or BatchNorm with track_batchnorm=True."
+                f"layer '{path}' ({kind}) normalises with statistics of all ranks, which per-sample gradients do not "
+                "support. Put it in eval mode, or use BatchNorm with track_batchnorm=True."
             )
         if not track_batchnorm:
             return (
-                f"layer '{path}' ({kind}) is in training mode: it mixes the samples of a batch, so individual "
+                f"layer '{path}' ({kind}) is in training mode: it mixes the samples of a batch, so per-sample "
                 "gradients are not defined. Pass track_batchnorm=True to treat the batch statistics as constants, "
                 "put the layer in eval mode, or use GroupNorm or LayerNorm."
             )

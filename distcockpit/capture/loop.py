@@ -1,4 +1,4 @@
-"""What the loop calls between the calls of the model: the functions that make the loss, and the backward pass."""
+"""What the loop calls between calls of the model: the functions that compute the loss, and the backward pass."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ ROOTS: dict[Callable[..., Any], tuple[str, str]] = {
     torch.autograd.backward: ("tensors", "grad_tensors"),
     torch.autograd.grad: ("outputs", "grad_outputs"),
 }
-"""What differentiates: the names of the arguments for what it starts from, and for the gradients there."""
+"""What differentiates: the argument names for the tensors it starts from, and for their gradients."""
 SIGNATURES = {function: inspect.signature(function) for function in ROOTS}
 
 
 @dataclass(frozen=True)
 class Differentiated:
-    """What a call of the loop differentiates."""
+    """What a call in the loop differentiates."""
 
-    roots: Sequence[tuple[Tensor, Tensor | None]]  # each with the gradient there; `None`: 1
-    inputs: Sequence[Any]  # with respect to these alone, if the call says so
+    roots: Sequence[tuple[Tensor, Tensor | None]]  # each with its gradient; `None`: 1
+    inputs: Sequence[Any]  # with respect to these only, if the call says so
     creates_graph: bool
 
 
 def differentiated(function: Callable[..., Any], args: Any, kwargs: Any) -> Differentiated:
-    """The arguments of a function of ``ROOTS``."""
+    """Parse the arguments of a function of ``ROOTS``."""
     bound = SIGNATURES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     roots, gradients = (_listed(bound.arguments[name]) for name in ROOTS[function])
@@ -48,35 +48,35 @@ def differentiated(function: Callable[..., Any], args: Any, kwargs: Any) -> Diff
 
 
 def _listed(tensors: Any) -> list[Any]:
-    """One or several, as a list."""
+    """Return one or several tensors as a list."""
     return [] if tensors is None else [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 class LoopWatch(Mode):
-    """Sees the calls of functions in the loop.
+    """Sees the function calls of the loop.
 
-    It is off while the model runs, where DDP makes exchanges, and while the backward pass does: gloo's threads would
-    keep the mode with an exchange, and wait for the interpreter where the program ends.
+    It is off while the model runs, where DDP communicates, and during the backward pass: gloo's threads would keep the
+    mode along with a collective, and wait for the interpreter when the program ends.
 
     Args:
-        on_call: Called for each call.
-        on_backward: Called before each call that differentiates; the context that it returns is entered meanwhile.
+        on_call: Called for each function call.
+        on_backward: Called before each call that differentiates; the returned context is active during the call.
     """
 
     def __init__(self, on_call: OnCall, on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._on_call, self._on_backward = on_call, on_backward
-        self.scale: Pending | None = None  # what `torch.amp.GradScaler.scale` multiplied by
-        self._of_samples: Any = WeakTensorKeyDictionary()  # what follows from outputs of the model, detached or not
+        self.scale: Pending | None = None  # the factor of `torch.amp.GradScaler.scale`
+        self._of_samples: Any = WeakTensorKeyDictionary()  # derived from outputs of the model, detached or not
 
     def follow(self, outputs: Iterable[Tensor]) -> None:
-        """The model returned these, or what they are made of."""
+        """Mark tensors that the model returned, or that they are made of."""
         for tensor in outputs:
             if tensor.dim():
                 self._of_samples[tensor] = True
 
     def is_of_samples(self, given: Iterable[Tensor], batch_size: int) -> bool:
-        """True if some of these, as long as the batch, follow from what the model returned."""
+        """True if one of these tensors, of the batch's length, was derived from what the model returned."""
         return any(batch_size in tensor.shape and tensor in self._of_samples for tensor in given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

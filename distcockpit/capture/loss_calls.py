@@ -1,4 +1,4 @@
-"""Losses as the user says them: by the loss module given to the cockpit, and by ``record_losses``."""
+"""Losses given by the user: through the loss module passed to the cockpit, and through ``record_losses``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SAID_TWICE = (
 )
 
 OnGradient = Callable[[Tensor, Callable[[Tensor], None], LossCall], None]
-"""Puts a hook on a tensor: what receives its gradient, and the call that it belongs to."""
+"""Puts a hook on a tensor, given a receiver for its gradient and the call that it belongs to."""
 
 
 class LossCalls:
     """Adds losses to the micro-batches of a step.
 
     Args:
-        loss: What is known of the loss from outside.
+        loss: What is known about the loss from outside.
         micros: The micro-batches so far.
         on_gradient: Puts hooks on losses.
     """
@@ -31,26 +31,25 @@ class LossCalls:
         self._loss, self._micros, self._on_gradient = loss, micros, on_gradient
 
     def heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The loss module was called: curvature will call it again."""
+        """Record a call of the loss module, which curvature will call again."""
         if not (isinstance(output, Tensor) and output.requires_grad and self._micros):
             return
-        # Targets may be overwritten as soon as the loss is there.
+        # Targets may be overwritten as soon as the loss is computed.
         args, kwargs = map_tensors(lambda t: t if t.requires_grad else t.clone(), (args, kwargs))
         micro = self._micros[-1]
         micro.losses.append(LossCall(args, kwargs, output.detach().clone(), of=micro.passes[-1]))
 
     def record(self, losses: Tensor, weight: float | None, divisor: float | None) -> None:
-        """Losses of the latest forward pass, as the user says; see ``DistCockpit.record_losses``.
+        """Record the losses of the latest forward pass, as given by the user; see ``DistCockpit.record_losses``.
 
         Raises:
-            ValueError: If the shape is another, or ``divisor`` is given where it is measured.
-            RuntimeError: If the model was not called, or they are known already.
+            ValueError: If the shape is wrong, or ``divisor`` is given although it is measured.
+            RuntimeError: If the model was not called, or its losses are already known.
         """
         if not self._micros:
             raise RuntimeError(
-                "record_losses was called inside `track` before the model was. Call the model through the cockpit, "
-                "`cockpit(x)`, or call the very module that was given to DistCockpit, inside "
-                "`with cockpit.track(step)`."
+                "record_losses was called inside `track` before the model was. First call the model inside "
+                "`with cockpit.track(step):`, as `cockpit(x)` or as the module passed to DistCockpit."
             )
         micro = self._micros[-1]
         if any(call.recorded for call in micro.losses):
@@ -59,17 +58,17 @@ class LossCalls:
         if losses.shape not in ((expected,), ()):
             raise ValueError(
                 f"record_losses(losses): losses has shape {tuple(losses.shape)}, but must hold one loss for each of "
-                f"the {expected} samples, shape ({expected},), or be the loss of all of them, without axes."
+                f"the {expected} samples, shape ({expected},), or be the loss of the whole micro-batch, a scalar."
             )
         if losses.requires_grad and micro.passes[-1].went_backward:
             raise RuntimeError(
-                "record_losses was called after the backward pass, so that factors on the loss cannot be measured. "
+                "record_losses was called after the backward pass, so factors on the loss cannot be measured. "
                 "Call it before backward(), or with losses.detach() if there is no factor."
             )
         if losses.dim() and losses.requires_grad and divisor is not None:
             raise ValueError(
-                f"record_losses(divisor={divisor!r}): what individual losses are divided by is measured where they are "
-                "differentiated. Leave it out, or give losses.detach()."
+                f"record_losses(divisor={divisor!r}): the divisor of per-sample losses is measured when they are "
+                "differentiated. Omit it, or pass losses.detach()."
             )
         individual = losses.detach().double() if losses.dim() else None
         given = self._loss.weight if weight is None else weight

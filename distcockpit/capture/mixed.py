@@ -1,9 +1,9 @@
 """Losses whose parts have divisors that differ between ranks in different ways, such as tokens and samples.
 
 One process with the whole batch divides each part by its own number: ``l_i = N sum_k T_ik / W_k``, with ``T_ik`` the
-sum of sample i's terms in part k, and ``W_k`` the sum over ranks and their K micro-batches of ``1 / (K c_k)``. Autograd
-adds up the parts as a rank divided them. So each part is differentiated by itself, as far as the outputs of calls with
-parameters, and the ranks tell each other the divisors of each.
+sum of sample i's terms in part k, and ``W_k`` the sum of ``1 / (K c_k)`` over ranks and their K micro-batches. Autograd
+adds up the parts with the divisors of one rank. So each part is differentiated separately, back to the outputs of calls
+with parameters, and the ranks exchange the divisors of each part.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from distcockpit.world import World
 
 
 class OutputsOfCalls:
-    """Where the calls with parameters end in the graph of autograd, until it is differentiated."""
+    """Where calls with parameters end in the autograd graph, until it is differentiated."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[GradientEdge, Callable[[Tensor], None], Use]] = []
 
     def keep(self, output: Tensor, receive: Callable[[Tensor], None], use: Use) -> None:
-        """A call returned this; ``receive`` gives its gradients to the use."""
+        """Keep the output of a call; ``receive`` passes its gradients to the use."""
         self._kept.append((get_gradient_edge(output), receive, use))
 
     def differentiate(self, root: Root) -> None:
-        """Hand the gradients of each part of a loss to the calls, one by one."""
+        """Pass the gradients of each part of a loss to the calls, one part at a time."""
         edges = [edge for edge, _, _ in self._kept]
         try:
             for part in root.parts:
@@ -44,26 +44,26 @@ class OutputsOfCalls:
                 for (_, receive, use), gradient in zip(self._kept, found, strict=True):
                     if gradient is not None:
                         use.receive_of_part(part, gradient, receive)
-        except RuntimeError:  # checkpointing with use_reentrant=True, for example: the parts stay unknown
+        except RuntimeError:  # e.g. checkpointing with use_reentrant=True: the parts stay unknown
             for _, _, use in self._kept:
                 use.by_part.clear()
 
     def clear(self) -> None:
-        """Let go of the graph."""
+        """Release the graph."""
         self._kept.clear()
 
 
 def unmix(captured: Sequence[Captured], times: int, weight: float, world: World) -> bool:
-    """Let each part of the loss have the divisor that one process would have; all ranks call it.
+    """Give each part of the loss the divisor that one process would use; all ranks call it.
 
     Args:
         captured: The micro-batches of this rank.
-        times: How often too much losses were added up on this rank.
+        times: The factor by which the summed losses of this rank are too large.
         weight: W.
         world: The ranks.
 
     Returns:
-        Whether that can be had, on all ranks.
+        Whether that is possible on all ranks.
     """
     k = len(captured) if times == 1 else 1
     present = [micro for micro in captured if micro.weight]
@@ -82,7 +82,7 @@ def unmix(captured: Sequence[Captured], times: int, weight: float, world: World)
 
 
 def _is_known(micro: Captured) -> bool:
-    """True if the gradients of all parts are known one by one, at all calls."""
+    """True if the gradients of each part are known separately, for all calls."""
     terms: Sequence[Terms] = micro.terms
     if not terms or any(t.part is None or t.individual is None or not math.isfinite(1 / t.coefficient) for t in terms):
         return False
@@ -91,7 +91,7 @@ def _is_known(micro: Captured) -> bool:
 
 
 def _divide(micro: Captured, ratios: Sequence[float]) -> None:
-    """Add up the parts anew."""
+    """Add up the parts again, with new divisors."""
     for use in micro.uses:
         gradients: dict[int, Tensor] = {}
         for terms, ratio in zip(micro.terms, ratios, strict=True):

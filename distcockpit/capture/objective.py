@@ -1,9 +1,9 @@
-"""What a step differentiates, seen in the graph of autograd: terms, their divisors and coefficients, and penalties.
+"""What a step differentiates, as seen in the autograd graph: terms, their divisors and coefficients, and penalties.
 
-From the root of a backward pass the graph is followed back through operations that are linear (sums, means, products
-with numbers, stacking) to the calls that added up terms: a mean of something that still has the batch axis, or a loss
-of ``torch.nn.functional`` with a reduction. The gradient that reaches such a call is the coefficient of its terms.
-What is linear but depends on no sample is a penalty. Where the path is not linear, samples are coupled.
+From the root of a backward pass, the graph is followed back through linear operations (sums, means, products with
+numbers, stacking) to the calls that added up terms: a mean of something that still has the batch axis, or a loss of
+``torch.nn.functional`` with a reduction. The gradient that reaches such a call is the coefficient of its terms. A
+linear part that depends on no sample is a penalty. If the path is not linear, samples are coupled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distcockpit.replay.trees import tensors
 from distcockpit.world import Pending
 
 IDENTITIES = ("_DDPSinkBackward", "BackwardHookFunctionBackward")
-"""Operations that hand each of their inputs on."""
+"""Operations that pass each input through."""
 
 
 def _nodes(names: str) -> frozenset[str]:
@@ -39,13 +39,13 @@ LINEAR = _nodes(
     "SplitWithSizes Unbind Where MaskedFill AsStrided Diagonal Trace Flip ConstantPadNd Cumsum Movedim Narrow Unfold "
     "Roll Sort Topk Lerp"
 ) | {"CopySlices", "CopyBackwards"}
-"""Operations that are linear in all that is differentiated through them."""
+"""Operations that are linear in everything differentiated through them."""
 
 PIECEWISE = _nodes("Clamp ClampMin ClampMax Abs Relu NanToNum Maximum Minimum")
-"""Operations that are linear but for some places, and for a constant: guards of a loss."""
+"""Operations that are linear almost everywhere, up to a constant: guards of a loss."""
 
 PRODUCTS = _nodes("Mul Div Dot Vdot Mv Mm Bmm Addmv Addmm")
-"""Operations that are linear in one of their arguments, if the others depend on no sample."""
+"""Operations that are linear in one argument, if the others depend on no sample."""
 
 
 @dataclass(eq=False)
@@ -53,36 +53,36 @@ class LossPart:
     """Terms of the objective, and the gradient that reached them."""
 
     reduction: Reduction
-    owners: Owners | None  # whose terms they are; `None`: found when the step has ended
-    gradient: Tensor | None = None  # at what the call returned
+    owners: Owners | None  # which samples the terms belong to; `None`: determined once the step has ended
+    gradient: Tensor | None = None  # at the output of the call
     at_terms: Tensor | None = None  # at the terms
     arrived: list[Pending] = field(default_factory=list)  # the sum of each gradient, on its way to the host
-    is_seen: bool = True  # whether the terms are known, and not the sum alone
+    is_seen: bool = True  # whether the terms are known, rather than only their sum
     numbers: set[int] = field(default_factory=set)  # of the nodes that add them up
     edge: tuple[Any, int] | None = None  # the node that adds them up
     learned: dict[str, Tensor] = field(default_factory=dict)  # the gradient of the coefficient, by parameter
 
     def receive(self, gradient: Tensor) -> None:
-        """A gradient reached the call."""
+        """Add a gradient that reached the call."""
         gradient = gradient.detach().double()
         self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
         self.arrived.append(Pending(gradient.sum().reshape(1)))
 
     @property
     def coefficient(self) -> float:
-        """The gradient at what the call returned, summed up; waits until it is known on the host."""
+        """The summed gradient at the output of the call; waits for the device."""
         return sum(float(each.result()[0]) for each in self.arrived)
 
     @property
     def passes(self) -> Sequence[ForwardPass]:
-        """The passes with samples whose terms they are."""
+        """The passes with samples that the terms belong to."""
         if self.reduction.inside is not None:
             return [self.reduction.inside]
         return [] if self.owners is None else list(self.owners.of)
 
     @property
     def paired(self) -> Sequence[ForwardPass]:
-        """Those of them whose samples have terms together."""
+        """Those of them whose samples share terms."""
         if self.owners is None:
             return []
         maps = [(forward, of) for forward, of in self.owners.of.items() if isinstance(of, Tensor)]
@@ -94,46 +94,46 @@ class LossPart:
         return self.passes if bool((counts > 1).any()) else []
 
     def share(self, forward: ForwardPass) -> float:
-        """The part of the terms that belongs to a pass."""
+        """Return the share of the terms that belongs to a pass."""
         return 1.0 if self.owners is None else self.owners.share(forward)
 
     def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor | None:
-        """The terms added up by sample, float64 ``[B]``; ``None`` if it is not known whose they are."""
+        """Sum the terms by sample, float64 ``[B]``; ``None`` if it is unknown which sample each belongs to."""
         if self.reduction.inside is not None:
             return Owners({forward: self.reduction.axis}).sums(forward, terms)
         return None if self.owners is None else self.owners.sums(forward, terms)
 
     def receive_at_terms(self, gradient: Tensor) -> None:
-        """A gradient reached the terms."""
+        """Add a gradient that reached the terms."""
         gradient = gradient.detach()
         self.at_terms = gradient.clone() if self.at_terms is None else self.at_terms + gradient
 
 
 @dataclass(eq=False)
 class Penalty:
-    """What is differentiated, but depends on no sample."""
+    """A differentiated part that depends on no sample."""
 
-    name: str  # of the operation that it ends with
+    name: str  # of its last operation
     gradients: dict[str, Tensor]  # of its sum, by parameter
     coefficient: Tensor | None = None  # the gradient that reached it
 
     def receive(self, gradient: Tensor) -> None:
-        """A gradient reached it."""
+        """Add a gradient that reached it."""
         gradient = gradient.detach()
         self.coefficient = gradient.clone() if self.coefficient is None else self.coefficient + gradient
 
 
 @dataclass(eq=False)
 class Root:
-    """What was differentiated: its value times the gradient that it was given."""
+    """A tensor that was differentiated: its value times the gradient passed in."""
 
     value: Tensor
     parts: list[LossPart] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
     coupled: str = ""  # the call that couples samples
-    mixing: str = ""  # a call that added up what is of several samples
-    has_learned_weights: bool = False  # whether parameters are in its coefficients
-    is_low: bool = False  # whether it is of low precision
+    mixing: str = ""  # a call that added up values of several samples
+    has_learned_weights: bool = False  # whether its coefficients contain parameters
+    is_low: bool = False  # whether it has low precision
 
 
 OnGradient = Callable[[Any, Callable[[Sequence[Tensor | None]], None]], None]
@@ -145,9 +145,9 @@ class Objective:
 
     Args:
         passes: The forward passes of the step, which grow.
-        axes: By name and number of a call in the loop: the batch axis of its terms, as earlier steps found it.
-        thorough: Whether to look again.
-        parameters: Those of which penalties are looked for, by name.
+        axes: By name and index of a call in the loop: the batch axis of its terms, as found at earlier steps.
+        thorough: Whether to determine these again.
+        parameters: The parameters to look for penalties on, by name.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class Objective:
         self._parts: dict[Any, LossPart] = {}
         self._told: dict[int, Tensor] = {}
         self.roots: list[Root] = []
-        self.n_roots = 0  # also of passes without samples
+        self.n_roots = 0  # includes passes without samples
         self.looks = thorough
-        self.has_gradients = False  # whether gradients with a graph of their own were computed
+        self.has_gradients = False  # whether gradients were computed with create_graph
 
     @property
     def has_constants(self) -> bool:
-        """True if the objective is more than its terms, as an earlier step found it."""
+        """True if the objective has more than its terms, as found at an earlier step."""
         return self._axes.get(("constants",)) is not None
 
     @has_constants.setter
@@ -180,15 +180,15 @@ class Objective:
 
     @property
     def may_split(self) -> bool:
-        """True if the gradients of the parts of a loss are wanted one by one; not known before the first step ends."""
+        """True if the gradients of loss parts may be needed separately; not known before the first step ends."""
         return self._axes.get(("mixed",)) != 0
 
     def settle(self, *, is_mixed: bool) -> None:
-        """The step has ended: whether parts had divisors that differ between ranks in different ways."""
+        """End the step, and remember whether parts had divisors that differ between ranks in different ways."""
         self._axes["mixed",] = int(is_mixed or self._axes.get(("mixed",)) == 1)
 
     def splits(self, root: Root) -> bool:
-        """True if the gradients of its parts are wanted one by one, and can be had."""
+        """True if the gradients of its parts are needed separately, and can be computed."""
         if not self.may_split or len(root.parts) < 2 or root.coupled or root.has_learned_weights:
             return False
         can = all(part.edge is not None and part.is_seen and part.reduction.adds for part in root.parts)
@@ -197,23 +197,23 @@ class Objective:
     # -- while the loop computes ---------------------------------------------------------------------------------------
 
     def mark(self, output: Any, forward: ForwardPass) -> None:
-        """These depend on the samples of a pass."""
+        """Mark outputs that depend on the samples of a pass."""
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 self._marks[number_of(tensor.grad_fn)] = forward
 
     def tell(self, losses: Tensor) -> None:
-        """The user says that these are the losses."""
+        """Register the losses given by the user."""
         if losses.grad_fn is not None:
             self._told[number_of(losses.grad_fn)] = losses
 
     def see(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """The loop called a function of torch: with these arguments, and this result."""
+        """Handle a torch function that the loop called."""
         if function in LOSSES or adds_up(args, kwargs, result):
             self.add(reduction_of(function, args, kwargs, result), result)
 
     def add(self, reduction: Reduction | None, result: Any) -> None:
-        """Terms were added up."""
+        """Register terms that were added up."""
         node = next((t.grad_fn for t in tensors(result) if t.grad_fn is not None), None)
         if reduction is not None and node is not None:
             self._reductions[number_of(node)] = reduction
@@ -224,15 +224,15 @@ class Objective:
     # -- before the backward pass --------------------------------------------------------------------------------------
 
     def differentiate(self, tensor: Tensor, gradient: Tensor | None, on_gradient: OnGradient) -> Root | None:
-        """A tensor is about to be differentiated.
+        """Handle a tensor that is about to be differentiated.
 
         Args:
             tensor: The root.
-            gradient: What it is given.
+            gradient: The gradient passed to it.
             on_gradient: Puts hooks on nodes.
 
         Returns:
-            What is known of it; nothing where there are no samples.
+            What is known about it; ``None`` if there are no samples.
         """
         self.n_roots += 1
         if tensor.grad_fn is None or not any(forward.batch_size for forward in self._passes):
@@ -262,12 +262,12 @@ class Objective:
         return root
 
     def sets_aside(self, tensor: Tensor) -> None:
-        """Gradients are taken of this that the optimizer does not get: passes with no others are none of the step's."""
+        """Exclude passes that are only differentiated for gradients that the optimizer does not get."""
         for forward in () if tensor.grad_fn is None else self._passes_behind(tensor.grad_fn):
             forward.is_aside = True
 
     def _pass(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
-        """What lies behind a node that depends on samples, where the path does not end there."""
+        """Return what lies behind a node that depends on samples, unless the path ends there."""
         number = number_of(node)
         reduction, name = self._reductions.get(number), node.name()
         edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
@@ -283,7 +283,7 @@ class Objective:
         if reduction is not None and (is_linear or reduction.again is not None or reduction.edge == (number, position)):
             try:
                 part = self._cut(reduction, node)
-            except CoupledError:  # what it added up may be sums themselves
+            except CoupledError:  # what it added up may itself be sums
                 part, root.mixing = None, root.mixing if _are_losses(reduction.terms) else reduction.name
             if part is not None:
                 root.parts.append(part)
@@ -303,10 +303,10 @@ class Objective:
         return []
 
     def _cut(self, reduction: Reduction, node: Any) -> LossPart | None:
-        """The terms as a part of the objective; ``None`` if they are not those of samples.
+        """Return the terms as a part of the objective; ``None`` if they are not per-sample terms.
 
         Raises:
-            CoupledError: If a term is of several samples.
+            CoupledError: If a term depends on several samples.
         """
         key = reduction.edge or id(reduction)
         if key in self._parts:
@@ -320,7 +320,7 @@ class Objective:
             if alone and _stacks(reduction.terms):
                 return None
             if known is not None and not self._thorough and all(fits(reduction.terms, known, f) for f in mine):
-                owners = Owners(dict.fromkeys(mine, known))  # nothing is differentiated for it
+                owners = Owners(dict.fromkeys(mine, known))  # no differentiation needed
             else:
                 terms = reduction.terms if reduction.again is None else reduction.again()
                 owners = owners_of(terms, self._passes, known)
@@ -334,9 +334,9 @@ class Objective:
         return self._parts[key]
 
     def _learn(self, tensor: Tensor, gradient: Tensor | None, root: Root) -> None:
-        """Coefficients may hold parameters, as where the weights of several losses are learned."""
+        """Differentiate coefficients that contain parameters, e.g. learned weights of several losses."""
         if unseen := [part.reduction.name for part in root.parts if part.edge is None]:
-            root.coupled = unseen[0]  # a weight's gradient is made of terms that are not known
+            root.coupled = unseen[0]  # a weight's gradient consists of terms that are not known
             return
         edges = [GradientEdge(*part.edge) for part in root.parts if part.edge is not None]
         leaves: Any = list(self._parameters.values())
@@ -352,7 +352,7 @@ class Objective:
                             part.learned[name] = part.learned[name] + each if name in part.learned else each.detach()
 
     def _unseen(self, node: Any, position: int, root: Root, on_gradient: OnGradient) -> list[tuple[Any, int]]:
-        """A function that adds up terms where no mode sees it: a custom `autograd.Function`, for example."""
+        """Handle a function that adds up terms where no mode sees it, e.g. a custom `autograd.Function`."""
         passes = self._passes_behind(node)
         key = number_of(node), position
         if key not in self._parts:
@@ -414,7 +414,7 @@ class Objective:
         return False
 
     def _passes_behind(self, node: Any) -> list[ForwardPass]:
-        """The passes whose samples it depends on."""
+        """Return the passes whose samples a node depends on."""
         found: dict[ForwardPass, None] = {}
         seen, waiting = {node}, [node]
         while waiting:
@@ -430,12 +430,12 @@ class Objective:
 
 
 def _are_losses(terms: Tensor) -> bool:
-    """True if these are the losses of batches, or one of them, and no terms."""
+    """True if these are losses of whole batches, or a single one, rather than terms."""
     return terms.numel() == 1 or _stacks(terms)
 
 
 def _stacks(terms: Tensor) -> bool:
-    """True if they are the losses of a batch, stacked."""
+    """True if these are stacked losses of a batch."""
     node: Any = terms.grad_fn
     stacks = node is not None and node.name() in ("StackBackward0", "CatBackward0")
     return stacks and all(_is_number(upstream, k) for upstream, k in node.next_functions if upstream is not None)
@@ -455,6 +455,6 @@ def _picked(receive: Callable[[Tensor], None], position: int) -> Callable[[Seque
 
 
 def _is_number(node: Any, position: int) -> bool:
-    """True if what a node gives has one element."""
+    """True if the output of a node has one element."""
     metadata = node._input_metadata
     return position < len(metadata) and math.prod(metadata[position].shape) == 1

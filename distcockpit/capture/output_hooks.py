@@ -1,4 +1,4 @@
-"""Gradients at the outputs of modules: where to put a hook, and what to do with what it receives."""
+"""Gradients at the outputs of modules: where to put a hook, and how to process what it receives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ View = tuple[torch.Size, tuple[int, ...], Any]
 
 
 def owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View | None]:
-    """The tensor to put a hook on, and the size, strides and offset that make its gradient that of the output.
+    """Return the tensor to hook, and the size, strides and offset that turn its gradient into that of the output.
 
-    A hook on a view is lost when the view is changed in place (a linear layer on [N, T, in] followed by an in-place
-    activation). The hook goes on the tensor that the view is of, if that was made inside the layer and holds nothing
+    A hook on a view is lost when the view is modified in place (a linear layer on [N, T, in] followed by an in-place
+    activation). The hook goes on the base tensor of the view, if that was created inside the layer and holds nothing
     else.
     """
     base = output._base
@@ -29,7 +29,7 @@ def owned_memory(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, View
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill a range of memory, each once: a contiguous tensor with its axes permuted."""
+    """True if the elements fill a range of memory, each once: a contiguous tensor, possibly with its axes permuted."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
         if stride != expected:
@@ -39,9 +39,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Copies:
-    """Copies gradients, once for all who receive the same one in turn: a function, and the module that called it.
+    """Copies gradients, once for consecutive receivers of the same one: a function, and the module that called it.
 
-    A parameter's gradient may be a view of the original, and is written to by DDP and by clipping.
+    A parameter's gradient may be a view of the original, which DDP and clipping write to.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Copies:
 def collector(
     add: Callable[[Tensor], None], view: View | None, copy: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Callable[[Tensor], None]:
-    """A receiver that hands on gradients in the shape and strides of the output, as ``copy`` makes them."""
+    """Return a receiver that passes on gradients in the shape and strides of the output, as copied by ``copy``."""
 
     def receive(gradient: Tensor) -> None:
         gradient = copy(gradient)
@@ -74,7 +74,7 @@ def collector(
 def adder(
     gradients: dict[int, Tensor], position: int, axis: Callable[[], Axis] = lambda: 0
 ) -> Callable[[Tensor], None]:
-    """Adds up gradients of one output, with the batch axis brought to the front."""
+    """Return a receiver that adds up gradients of one output, with the batch axis moved to the front."""
 
     def add(gradient: Tensor) -> None:
         gradient = to_front(gradient, axis()) if gradient.dim() else gradient

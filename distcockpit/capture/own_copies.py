@@ -1,4 +1,4 @@
-"""Input copies: the loop may overwrite what it passed to the model, such as a static buffer or a prefetcher's."""
+"""Copies of inputs: the loop may overwrite what it passed to the model, such as a static buffer or a prefetcher's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distcockpit.replay.trees import memory_of
 
 
 class OwnCopies:
-    """Copies of tensors that the user may write to: called with one of them, or a view of one, it gives the copy.
+    """Copies of tensors that the user may write to: called with such a tensor, or a view of it, it returns the copy.
 
     Args:
-        given: The tensors; parameters stay what they are.
+        given: The tensors; parameters are not copied.
     """
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
@@ -23,7 +23,7 @@ class OwnCopies:
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor as it is now, where its memory is that of a given one; else the tensor."""
+        """Return a copy of the tensor as it is now if it shares memory with a given one, else the tensor itself."""
         memory = memory_of(tensor)
         if memory not in self._memory or isinstance(tensor, nn.Parameter):
             return tensor
@@ -35,7 +35,7 @@ class OwnCopies:
 
     @property
     def were_written(self) -> bool:
-        """True if the given tensors are not any more what they were when they were copied."""
+        """True if the given tensors have changed since they were copied."""
         return any(_version(t) != key[-1] for t in self._given for key in self._made if key[0] == memory_of(t))
 
 

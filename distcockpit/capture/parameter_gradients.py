@@ -1,6 +1,6 @@
-"""What autograd gives the parameters: by the chain rule the sum over the individual gradients of this rank's samples.
+"""What autograd gives the parameters: by the chain rule, the sum of the individual gradients of this rank's samples.
 
-It is taken by hooks on the parameters, before DDP averages it over ranks, and whatever was in ``.grad`` before.
+It is captured by hooks on the parameters, before DDP averages it over ranks, and without what was in ``.grad`` before.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-15
-"""Of a quotient of numbers in float64."""
+"""Relative error of a quotient of float64 numbers."""
 
 
 class ParameterGradients:
-    """The gradients that arrive at some parameters in a step, added up over backward calls.
+    """The gradients that reach some parameters in a step, accumulated over backward calls.
 
     Args:
         parameters: By name, in the order of ``flat``.
@@ -26,7 +26,7 @@ class ParameterGradients:
     def __init__(self, parameters: Mapping[str, Tensor], keep_left: bool = False) -> None:
         self._parameters = parameters
         self.paused = False
-        self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first of them arrived
+        self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first gradient arrived
         if keep_left:
             self.left = {name: _copied(p.grad) for name, p in parameters.items()}
             self._held = {name: p.grad for name, p in parameters.items()}
@@ -34,9 +34,9 @@ class ParameterGradients:
         self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
 
     def times(self, factor: float | Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of these parameters, times a factor, by name; zero where none arrived.
+        """Return the gradients of these parameters times a factor, by name; zero if none arrived.
 
-        A factor of zero makes zeros of elements that are not finite, too.
+        A factor of zero gives exact zeros, even for elements that are not finite.
         """
         known = None if isinstance(factor, Tensor) else float(factor)
 
@@ -45,14 +45,15 @@ class ParameterGradients:
                 return torch.zeros_like(parameter)
             gradient = self.gradients[name]
             is_one = known is not None and abs(known - 1) < ROUNDING
-            return gradient if is_one else gradient * factor  # new memory costs more than the product
+            return gradient if is_one else gradient * factor  # allocating memory costs more than the product
 
         return {name: scaled(name, self._parameters[name]) for name in names}
 
     def added(self, name: str) -> Tensor:
-        """What the step added to ``.grad``, float64, in the shape of the parameter.
+        """Return what the step added to ``.grad``, float64, in the shape of the parameter.
 
-        Where none arrived, what was there may have been zeroed, or another rank's added; NaN if it may be either.
+        If no gradient arrived, ``.grad`` may have been zeroed, or another rank's gradient added; NaN if it may be
+        either.
         """
         p, before = self._parameters[name], self.left[name]
         if p.grad is None:
@@ -70,18 +71,18 @@ class ParameterGradients:
 
     @property
     def is_rounded(self) -> bool:
-        """True if autograd computes these gradients in less than the precision of float32."""
+        """True if autograd computes these gradients in less than float32 precision."""
         if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
             return True
         device = next(iter(self._parameters.values())).device.type
         try:
             convolutions = device == "cuda" and torch.backends.cudnn.allow_tf32
             return torch.get_float32_matmul_precision() != "highest" or convolutions
-        except RuntimeError:  # set for each backend by itself, which these do not tell
+        except RuntimeError:  # set separately for each backend, which these do not report
             return True
 
     def watch(self) -> list[Any]:
-        """Put hooks on the parameters, which see a gradient before the user's own hooks change it.
+        """Register hooks on the parameters, which see a gradient before the user's own hooks change it.
 
         Returns:
             The handles to remove them with.
@@ -103,7 +104,7 @@ class ParameterGradients:
             kind, before = torch.promote_types(dense.dtype, torch.float32), self.gradients.get(name)
             if before is None and self.left:
                 self.left[name] = _copied(self._parameters[name].grad)
-            # A copy: DDP averages the gradient in place.
+            # A copy, because DDP averages the gradient in place.
             self.gradients[name] = dense.to(kind, copy=True) if before is None else before + dense
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
@@ -111,5 +112,5 @@ class ParameterGradients:
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:
-    """A dense copy."""
+    """Return a dense copy."""
     return None if gradient is None else gradient.detach().to_dense().clone()

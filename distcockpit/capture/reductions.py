@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 def number_of(node: Any) -> int:
-    """What a node of autograd's graph is known by, also where helper threads make some; it keeps nothing alive."""
+    """Return a number that identifies a node of the autograd graph, also across helper threads; keeps nothing alive."""
     known: dict[str, int] = node.metadata
     if "distcockpit" not in known:
         known["distcockpit"] = next(_numbers)
@@ -42,23 +42,25 @@ class Reduction:
     """A call that added up terms."""
 
     name: str  # of the function
-    terms: Tensor  # what was added up; of a loss what it gives with reduction="none"
-    divides_by: Pending | float  # what the sum was divided by
+    terms: Tensor  # what was added up; for a loss, its output with reduction="none"
+    divides_by: Pending | float  # the divisor of the sum
     adds: bool  # whether it is a sum or a mean of all terms
     is_sum: bool = True  # whether it divides by nothing itself
     is_product: bool = False  # whether it multiplies them by weights first
-    weights: Pending | None = None  # what a sum's terms were multiplied by: a number; what several add up to
+    weights: Pending | None = (
+        None  # the factor of a sum's terms, if it is one number; the sum of the weights, if there are several
+    )
     again: Callable[[], Tensor] | None = None  # the terms of a loss, with their graph
-    edge: tuple[int, int] | None = None  # where the terms lie in the graph; those of a loss do not
+    edge: tuple[int, int] | None = None  # where the terms are in the graph; those of a loss are not in it
     inside: ForwardPass | None = None  # the pass in which it was called
-    key: str = ""  # what it is known by inside of the model
-    call: int = 0  # how many of these there were before it in the pass
-    given: Sequence[tuple[torch.Size, torch.Size]] = ()  # the shapes of what it was given inside of the model
-    axis: Axis = None  # where the batch is in the terms, if it is inside of the model
+    key: str = ""  # its key inside the model
+    call: int = 0  # how many such calls came before it in the pass
+    given: Sequence[tuple[torch.Size, torch.Size]] = ()  # the shapes of its inputs inside the model
+    axis: Axis = None  # the batch axis of the terms, if it is inside the model
 
     @property
     def divisor(self) -> float:
-        """What the sum was divided by; waits until it is known on the host."""
+        """The divisor of the sum; waits for the device."""
         return self.divides_by if isinstance(self.divides_by, float) else float(self.divides_by.result()[0])
 
 
@@ -67,20 +69,20 @@ MEANS = (torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
 
 
 def adds_up(args: Any, kwargs: Any, result: Any) -> bool:
-    """True if a call gave less than it was given, of what is differentiated."""
+    """True if a differentiable call returned fewer elements than it was given."""
     made = [t for t in tensors(result) if t.grad_fn is not None and not t.is_nested]
     given = [t for t in tensors((args, kwargs)) if t.requires_grad and not t.is_nested]
     return bool(made) and any(_is_less(made, t) for t in given)
 
 
 def _is_less(made: Sequence[Tensor], given: Tensor) -> bool:
-    """True if the smallest of these has fewer elements, or, of a single one, no axes any more."""
+    """True if the smallest of these has fewer elements, or, for a single element, no axes any more."""
     least = min(made, key=Tensor.numel)
     return given.numel() > least.numel() or (given.dim() > 0 and not least.dim())
 
 
 def drops_batch(args: Any, kwargs: Any, result: Any, n: int) -> bool:
-    """True if a call inside of the model, with n samples, gave something without a batch axis of what may have one."""
+    """True if a call inside the model, with n samples, turned something with a batch axis into something without."""
     made = [t for t in tensors(result) if t.is_floating_point() and not t.is_nested]
     if not made or any(n in t.shape for t in made):
         return False
@@ -91,11 +93,11 @@ def drops_batch(args: Any, kwargs: Any, result: Any, n: int) -> bool:
 def terms_inside(
     function: Any, args: Any, kwargs: Any, result: Any, n: int
 ) -> tuple[str, Tensor, list[Tensor], Reduction | None] | None:
-    """What a call inside of the model, with n samples, added up.
+    """Return what a call inside the model, with n samples, added up.
 
     Returns:
-        What such calls are known by, the terms, the tensors that they follow from, and the reduction if terms were
-        added up; ``None`` of other calls.
+        The key of such calls, the terms, the tensors they were computed from, and the reduction if terms were added up;
+        ``None`` for other calls.
     """
     if function in LOSSES:
         reduction = _of_loss(function, args, kwargs)
@@ -110,7 +112,7 @@ def terms_inside(
 
 
 def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reduction | None:
-    """What a call added up; ``None`` of a loss that adds up nothing."""
+    """Return what a call added up; ``None`` for a loss that adds up nothing."""
     if function in LOSSES:
         return _of_loss(function, args, kwargs)
     given = [t for t in tensors((args, kwargs)) if t.is_floating_point() and not t.is_nested]
@@ -128,7 +130,7 @@ def reduction_of(function: Any, args: Any, kwargs: Any, result: Any) -> Reductio
 
 
 def _weights_of(terms: Tensor) -> Pending | None:
-    """Of terms that were multiplied by a constant, or divided: the number that it was, and what several add up to."""
+    """Return the factor of terms multiplied or divided by a constant number, and the sum of several weights."""
     node: Any = terms.grad_fn
     name = "" if node is None else node.name()
     if not name.startswith(("MulBackward", "DivBackward")):
@@ -145,7 +147,7 @@ def _weights_of(terms: Tensor) -> Pending | None:
 
 
 def arguments_of_loss(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Input and target of a loss that is called without options."""
+    """Return the input and target of a loss that is called without options."""
     bound = LOSSES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     first, second, *options = bound.arguments
@@ -158,7 +160,7 @@ def arguments_of_loss(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] 
 
 
 def _of_loss(function: Any, args: Any, kwargs: Any) -> Reduction | None:
-    """A loss of `torch.nn.functional`."""
+    """Return the reduction of a loss of `torch.nn.functional`."""
     bound = LOSSES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

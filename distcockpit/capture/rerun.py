@@ -1,4 +1,4 @@
-"""Run a forward pass again: same inputs, same random numbers, bare module, and nothing of it left behind."""
+"""Run a forward pass again: same inputs, same random numbers, bare module, and no trace left behind."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def replayed(
     forward: ForwardPass,
     batch_statistics: Statistics | None = None,
 ) -> Generator[Any, None, None]:
-    """What the model returns when it is called again, in a fresh graph.
+    """Call the model again in a fresh graph, and yield what it returns.
 
     Inside, buffers and attributes of modules are copies of what they were before the pass, hooks on parameters and
-    in-place activations are off, and batch norms named in ``batch_statistics`` hold these as constants. Random states
-    stay as they were.
+    in-place activations are off, and batch norms named in ``batch_statistics`` use these as constants. Random states
+    are left unchanged.
 
     Args:
         model: The bare module.
@@ -36,14 +36,14 @@ def replayed(
         batch_statistics: Mean and variance by name of the batch norm.
 
     Raises:
-        RuntimeError: If the model's forward writes to its parameters.
+        RuntimeError: If the model's forward pass writes to its parameters.
     """
     frozen = {path: m for path, m in training_batchnorms(model) if batch_statistics and path in batch_statistics}
     if forward.writes_parameters:
         raise RuntimeError(
-            "The model's forward writes to its parameters, so the step cannot be run again, which curvature, "
-            "track_batchnorm=True and layers that need a slow route do. Keep what it writes in buffers; if it does so "
-            "in its first call only, call it once before the first tracked step."
+            "The model's forward pass writes to its parameters, so the step cannot be run again, as needed by "
+            "curvature, track_batchnorm=True and layers on a slow route. Keep what it writes in buffers; if it only "
+            "writes in its first call, call it once before the first tracked step."
         )
     with (
         forward.before.restored(next(model.parameters()).device),
@@ -67,13 +67,13 @@ def replayed(
 def replayed_loss(
     model: nn.Module, loss_fn: nn.Module | None, captured: Captured, batch_statistics: Statistics | None = None
 ) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
-    """The unscaled loss of a micro-batch, in a fresh graph, and the outputs of the model that it was computed from.
+    """Yield the unscaled loss of a micro-batch, in a fresh graph, and the model outputs it was computed from.
 
     Args:
         model: The bare module.
         loss_fn: The loss module; ``None`` if the model returns its loss.
         captured: A micro-batch with one forward pass and one call of the loss.
-        batch_statistics: As for `replayed`.
+        batch_statistics: See `replayed`.
 
     Raises:
         RuntimeError: If the loss was not computed directly from the model's output.
@@ -97,20 +97,20 @@ def replayed_loss(
 
 def _needs_one(captured: Captured) -> str:
     return (
-        "Curvature runs the step again and needs one call of the model and one call of the loss module per "
-        f"micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. Give DistCockpit the loss module "
+        "Curvature reruns the step and needs exactly one call of the model and one call of the loss module per "
+        f"micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. Pass DistCockpit the loss module "
         "(loss_fn=...) and call it once as loss_fn(model(x), y), or let the model return its loss."
     )
 
 
 @contextmanager
 def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
-    """Take the user's hooks off some tensors: they would see, and change, gradients that are not the run's."""
+    """Remove the user's hooks from some tensors: they would see, and change, gradients that are not the run's."""
     hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in leaves if t._backward_hooks]
     kept = [(t, t.grad) for t in leaves if t.retains_grad and not t.is_leaf]
     try:
         for there, _ in hooks:
-            there.clear()  # the very container that autograd looks into, also where a tensor is no leaf
+            there.clear()  # the very container that autograd looks into, even if a tensor is not a leaf
         yield
     finally:
         for there, before in hooks:
@@ -120,13 +120,13 @@ def without_hooks(leaves: Sequence[Tensor]) -> Generator[None, None, None]:
 
 
 def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """The arguments of the loss with the model's outputs exchanged, and those outputs.
+    """Return the loss arguments with the model's outputs replaced by new ones, and those outputs.
 
-    The wrapper around the model may hand on an alias of its output, so it is recognised by its memory; the loss may
-    take it with its axes flattened.
+    The wrapper around the model may return an alias of its output, so an output is recognised by its memory; the loss
+    may take it with its axes flattened.
 
     Raises:
-        RuntimeError: If what is differentiated is not an output.
+        RuntimeError: If a differentiable argument is not an output.
     """
     before, after = tensors(old), tensors(new)
     used: list[Tensor] = []
@@ -141,8 +141,8 @@ def _with_new_output(args: tuple[Any, ...], old: Any, new: Any) -> tuple[tuple[A
                 used.append(after[k] if same else after[k].reshape(leaf.shape))
                 return used[-1]
         raise RuntimeError(
-            "Curvature runs the step again and needs the loss to be computed directly from the model's output, "
-            "loss_fn(model(x), y). Move what stands between them into the model as a module."
+            "Curvature reruns the step and needs the loss to be computed directly from the model's output, as in "
+            "loss_fn(model(x), y). Move what is in between into the model, as a module."
         )
 
     return map_tensors(exchange, args), used

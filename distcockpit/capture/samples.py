@@ -1,4 +1,4 @@
-"""Whose terms the terms of a loss are: which sample each of them depends on, found in the graph of autograd."""
+"""Which sample each term of a loss depends on, determined in the autograd graph."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from distcockpit.capture.rerun import without_hooks
 from distcockpit.gradients.uses import Axis, Folded, from_front, to_front
 from distcockpit.replay.trees import tensors
 
-SEPARATE = 1e-5  # of the largest gradient: what rounding may leave at the outputs of other samples
+SEPARATE = 1e-5  # relative to the largest gradient: what rounding may leave at the outputs of other samples
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Whose terms they are.
+    """Which samples the terms belong to.
 
     Args:
-        of: By pass: the batch axis of the terms, or for each of them, flattened, the sample, -1 for none of that pass;
-            ``None`` if it is not known.
+        of: By pass: the batch axis of the terms, or the sample of each flattened term, -1 for none of that pass;
+            ``None`` if unknown.
     """
 
     of: Mapping[ForwardPass, Axis | Tensor]
 
     def sums(self, forward: ForwardPass, terms: Tensor) -> Tensor | None:
-        """The terms added up by sample, float64 ``[B]``; ``None`` if it is not known whose they are."""
+        """Sum the terms by sample, float64 ``[B]``; ``None`` if it is unknown which sample each belongs to."""
         owner = self.of[forward]
         if owner is None:
             return None
         if isinstance(owner, Tensor):
             owned = self._owned
             if owned is not None and bool((terms.reshape(-1)[~owned] != 0).any()):
-                return None  # a term that no gradient went through: whose is it?
+                return None  # no gradient went through this term: which sample does it belong to?
             total = torch.zeros(forward.batch_size + 1, dtype=torch.float64, device=terms.device)
             return total.index_add_(0, owner % len(total), terms.reshape(-1).double())[:-1]
         return to_front(terms, owner).reshape(forward.batch_size, -1).sum(1, dtype=torch.float64)
 
     def share(self, forward: ForwardPass) -> float:
-        """The part of the terms that belongs to a pass."""
+        """Return the share of the terms that belongs to a pass."""
         owner, owned = self.of[forward], self._owned
         if owned is None or not isinstance(owner, Tensor) or len(self.of) == 1:
             return 1.0
@@ -50,7 +50,7 @@ class Owners:
 
     @property
     def _owned(self) -> Tensor | None:
-        """Which of the terms belong to any sample, where each has an owner of its own."""
+        """Which terms belong to any sample, if each term has an owner of its own."""
         maps = [owner >= 0 for owner in self.of.values() if isinstance(owner, Tensor)]
         return torch.stack(maps).any(0) if maps and len(maps) == len(self.of) else None
 
@@ -60,12 +60,12 @@ class CoupledError(Exception):
 
 
 def owners_of(terms: Tensor, passes: Sequence[ForwardPass], known: Axis = None) -> Owners:
-    """Whose terms they are; of no pass if they depend on no output.
+    """Determine which samples the terms belong to; no pass if they depend on no output.
 
     Args:
-        terms: Any shape, with their graph, which is left as it is.
-        passes: Whose outputs they may depend on.
-        known: The batch axis of the terms, as it was found before.
+        terms: Any shape, with their graph, which is not modified.
+        passes: The passes whose outputs they may depend on.
+        known: The batch axis of the terms, as found before.
 
     Raises:
         CoupledError: If a term depends on several samples.
@@ -96,7 +96,7 @@ def _owners_of(terms: Tensor, outputs: list[tuple[ForwardPass, Axis, Tensor]], k
     except CoupledError:
         if all(forward.axes[k] is not None for forward, k in places):
             raise
-        return Owners(dict.fromkeys(mine))  # where the batch is in the outputs was a guess
+        return Owners(dict.fromkeys(mine))  # the batch axis of the outputs was only a guess
 
 
 def _told_apart(
@@ -127,14 +127,14 @@ def _told_apart(
 
 
 def _numbers(terms: Tensor, axis: Axis, n: int) -> Tensor:
-    """The sample of each term, flattened, where the batch is there."""
+    """Return the sample of each flattened term, if the batch is on this axis."""
     rows = to_front(torch.zeros(terms.shape, dtype=torch.int64, device=terms.device), axis).clone()
     rows += torch.arange(n, device=terms.device).view(-1, *[1] * (rows.dim() - 1))
     return from_front(rows, axis).reshape(-1)
 
 
 def _axis(forward: ForwardPass, position: int, output: Tensor) -> Axis:
-    """Where the batch is in an output; at the first step that may be a guess."""
+    """Return the batch axis of an output; at the first step it may be a guess."""
     axis, size = forward.axes[position], forward.batch_size
     return list(output.shape).index(size) if axis is None and list(output.shape).count(size) == 1 else axis
 
@@ -146,7 +146,7 @@ def _gradients(terms: Tensor, outputs: Sequence[Tensor], weights: Tensor, **opti
 
 
 def _candidates(shape: torch.Size, n: int) -> Iterator[Axis]:
-    """The axes that may hold the batch, alone or merged with others."""
+    """Yield the axes that may hold the batch, alone or merged with others."""
     yield from (k for k, size in enumerate(shape) if size == n)
     for k, size in enumerate(shape):
         if size > n and size % n == 0:
@@ -155,7 +155,7 @@ def _candidates(shape: torch.Size, n: int) -> Iterator[Axis]:
 
 
 def fits(terms: Tensor, axis: Axis, forward: ForwardPass) -> bool:
-    """True if the terms may have the batch of a pass there."""
+    """True if this axis of the terms may hold the batch of a pass."""
     return _fits(terms.shape, axis, forward.batch_size)
 
 
@@ -166,7 +166,7 @@ def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:
 
 
 def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]]) -> bool:
-    """True if the terms of some samples leave the outputs of the others alone."""
+    """True if the terms of some samples do not affect the outputs of the others."""
     n = outputs[0][0].batch_size
     for loud in parts_of(n):
         weights = to_front(torch.zeros_like(terms), axis).clone()
@@ -179,14 +179,14 @@ def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, Axis
 
 
 def parts_of(n: int) -> list[Tensor]:
-    """A few parts of the batch that do not overlap, at random: each sample alone, if there are no more than four."""
+    """Split the batch into a few random parts that do not overlap: single samples, if there are no more than four."""
     count = min(n, 4)
     place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
     return [place == k for k in range(count)]
 
 
 def reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """True if the rows that should be zero are not, by more than rounding."""
+    """True if rows that should be zero are not, beyond rounding."""
     silent = silent.to(gradient.device)
     quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
     return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
@@ -195,10 +195,10 @@ def reaches(silent: Tensor, gradient: Tensor) -> bool:
 def _found(
     terms: Tensor, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]], passes: Sequence[ForwardPass]
 ) -> dict[ForwardPass, Tensor]:
-    """The sample of each term, by pass: digit by digit, from what a term changes by when some samples change.
+    """Determine the sample of each term, by pass: digit by digit, from how a term changes when some samples change.
 
     Raises:
-        CoupledError: If a term depends on several samples, or that cannot be told.
+        CoupledError: If a term depends on several samples, or it cannot be determined.
     """
     generator = torch.Generator().manual_seed(len(passes))
     ones = torch.ones_like(terms).requires_grad_()

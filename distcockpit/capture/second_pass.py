@@ -1,4 +1,4 @@
-"""The step once more: for other layers than were hooked, or with batch statistics as constants."""
+"""Run the step once more: with other layers hooked, or with batch statistics as constants."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def mixed_up_rows(
     *,
     constant_statistics: bool,
 ) -> set[tuple[str, str]]:
-    """The modules, or calls of functions, whose output rows are not the samples, with the parameters that they serve.
+    """Return the modules or function calls whose output rows are not samples, with the parameters they serve.
 
     A gradient that is zero for some samples at the outputs of the model must be zero for the same rows everywhere.
-    Nothing is found where the model returns nothing but its loss, or cannot be run again.
+    Nothing is found if the model returns only its loss, or cannot be run again.
 
     Args:
         captured: The micro-batches.
         model: The bare module.
         layers: The layers to look at.
         axes: Where the batch is.
-        say: Says something once, by its topic.
+        say: Reports something once per topic.
         constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
 
     Raises:
@@ -51,21 +51,21 @@ def mixed_up_rows(
             if micro.batch_size < 2 or not forward.output_gradients or forward.writes_parameters:
                 continue
             problem = ""
-            for inputs_ask in (True, False):  # for gradients, which some models do not bear
+            for inputs_ask in (True, False):  # inputs require gradients, which some models do not support
                 try:
                     served, mixed = _mixed_up(forward, model, layers, axes, constant_statistics, inputs_ask)
                     break
-                except Exception as error:  # the user's model, run again: anything
+                except Exception as error:  # raised by the user's model, so it can be anything
                     problem = f"{type(error).__name__}: {error}"
             else:
-                say("rows", f"that rows of outputs are samples could not be checked: {problem}")
+                say("rows", f"could not check that rows of outputs are samples: {problem}")
                 continue
             if mixed:
                 raise ValueError(
                     f"The model ({type(model).__name__}) mixes the samples of a batch: outputs of some samples depend "
-                    "on the inputs of others, so individual gradients are not defined. Remove what mixes them "
-                    "(statistics, sorting or capacities over the batch). If the first tensor that it is given does not "
-                    "begin with the batch, say batch_dim=... or track(step, batch_size=...)."
+                    "on the inputs of others, so per-sample gradients are not defined. Remove what mixes them "
+                    "(statistics, sorting or capacities over the batch). If the batch is not the first axis of the "
+                    "model's first tensor argument, pass batch_dim=... or track(step, batch_size=...)."
                 )
             found |= served
     return found
@@ -79,7 +79,7 @@ def _mixed_up(
     constant_statistics: bool,
     inputs_ask: bool,
 ) -> tuple[set[tuple[str, str]], bool]:
-    """The layers with mixed-up rows in one pass, with their parameters; whether rows of the model's input are, too."""
+    """Return the layers with mixed-up rows in one pass, their parameters, and whether the model's input has any."""
     n = forward.batch_size
     made: list[Tensor] = []
     given = tensors((forward.args, forward.kwargs))
@@ -117,14 +117,14 @@ def _mixed_up(
 
 
 def _parts(n: int) -> list[Tensor]:
-    """A few parts of the batch that do not overlap, at random: each sample alone, if there are no more than four."""
+    """Split the batch into a few random parts that do not overlap: single samples, if there are no more than four."""
     count = min(n, 4)
     place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
     return [place == k for k in range(count)]
 
 
 def _with_gradient(made: list[Tensor], tensor: Tensor) -> Tensor:
-    """A detached copy that asks for a gradient where it can, which ``made`` then holds."""
+    """Return a detached copy that requires a gradient if it can, and add it to ``made``."""
     if not tensor.is_floating_point():
         return tensor
     made.append(tensor.detach().requires_grad_())
@@ -139,7 +139,7 @@ def _recaptured(
     axes: BatchAxes,
     constant_statistics: bool,
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
-    """The tensors that the model returns when it is called again, with other layers hooked."""
+    """Call the model again with other layers hooked, and yield the tensors it returns."""
     again = Capture(model, layers, KnownLoss(None), axes, batch_size=forward.batch_size, copies=False)
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
@@ -158,7 +158,7 @@ def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
 
 
 def _reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """True if the rows that should be zero are not, by more than rounding."""
+    """True if rows that should be zero are not, beyond rounding."""
     silent = silent.to(gradient.device)
     quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
     return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
@@ -173,20 +173,20 @@ def second_pass(
     *,
     constant_statistics: bool,
 ) -> tuple[Captured, dict[str, Tensor]]:
-    """A micro-batch with the uses of a second pass.
+    """Return a micro-batch with the uses of a second pass.
 
-    The model is run again and its outputs are given the gradients that they received from the loss, whatever that was.
+    The model is run again, and its outputs are given the gradients they received from the loss, whatever that was.
 
     Args:
         captured: The micro-batch as it was trained on.
         model: The bare module.
         layers: The layers whose calls are kept.
-        axes: Where the batch is.
+        axes: The batch axes.
         parameters: The tracked parameters.
-        constant_statistics: Whether batch norms in training mode hold the statistics of the batch as constants.
+        constant_statistics: Whether batch norms in training mode treat batch statistics as constants.
 
     Returns:
-        What the second pass left, and the gradients that it gave the parameters.
+        The micro-batch with the uses of the second pass, and the gradients that the pass gave the parameters.
     """
     uses: list[Use] = []
     seen: dict[str, Tensor] = {}

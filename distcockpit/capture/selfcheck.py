@@ -1,8 +1,8 @@
 """Tracked steps check themselves: what the hooks saw must explain the loss and the gradient of every parameter.
 
 A parameter that is used without calling its module, or a layer that does not compute what its type promises, would
-otherwise leave a silent hole. A parameter is done with once its gradient was explained at a step where it was not
-zero, until all are checked again: at the second, fourth, eighth, ... tracked step, because loops change.
+otherwise go unnoticed. A parameter is done once its gradient was explained at a step where it was not zero, until
+everything is checked again: at the second, fourth, eighth, ... tracked step, because loops change.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 
-# Relative errors that rounding may make, by type; types of lower precision may make LOW_PRECISION.
+# Relative errors that rounding may cause, by dtype; dtypes of lower precision get LOW_PRECISION.
 GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
 LOW, LOW_PRECISION = (torch.bfloat16, torch.float16), 0.1
-CANCELLATION = 1e-4  # of the norm of a parameter's individual gradients: what may be left where they cancel
-NOISE = 1e-6  # of the norm of the whole gradient: what may be left where a gradient is zero but for rounding
-LOW_PRECISION_NOISE = 3e3  # times as much in models of low or mixed precision
+CANCELLATION = 1e-4  # relative to the norm of a parameter's individual gradients: what may remain where they cancel
+NOISE = 1e-6  # relative to the norm of the whole gradient: what may remain of a gradient that is zero up to rounding
+LOW_PRECISION_NOISE = 3e3  # factor for models of low or mixed precision
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """The norm of all of them together."""
+    """Return the joint norm of all gradients."""
     return float(sum(float(g.square().sum()) for g in gradients.values())) ** 0.5
 
 
 def check_outputs_tell_all(
     captured: Sequence[Captured], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
 ) -> None:
-    """Check whether running the step again from the gradients at the model's outputs gives the parameters theirs.
+    """Check whether rerunning the step from the gradients at the model's outputs reproduces the parameters' gradients.
 
     Args:
         captured: The micro-batches.
         again: The gradients of the second pass.
-        seen: What arrived at the parameters in the first.
+        seen: What arrived at the parameters in the first pass.
         model: The bare module.
 
     Raises:
@@ -56,39 +56,39 @@ def check_outputs_tell_all(
         if error > tolerance * float(arrived.norm()) + noise:
             raise RuntimeError(
                 f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
-                "the model's outputs alone, so that track_batchnorm=True cannot run the step again. Return everything "
-                "that the loss needs from the model's forward."
+                "the model's outputs alone, so track_batchnorm=True cannot run the step again. Return everything that "
+                "the loss needs from the model's forward pass."
             )
 
 
 @dataclass
 class SelfCheck:
-    """Which parameters are still to be checked.
+    """Which parameters still need to be checked.
 
-    With one sample there is nothing to tell apart: what was checked then is checked again when there are more.
+    With one sample there is nothing to separate: what was checked then is checked again once there are more.
     """
 
     tracked: Mapping[str, nn.Parameter]
     unchecked: set[str] = field(init=False)
-    last_checked: int = -1  # the latest step at which all was well
+    last_checked: int = -1  # the last step at which everything was fine
     _checked_alone: set[str] = field(default_factory=set)
-    whole: float = 0.0  # norm of the whole gradient at the latest thorough step
-    closed: set[str] = field(default_factory=set)  # whose calls all had closed forms at the latest of such steps
-    broken: dict[str, int] = field(default_factory=dict)  # what is not right any more, and when that was seen
+    whole: float = 0.0  # norm of the whole gradient at the last thorough step
+    closed: set[str] = field(default_factory=set)  # whose calls all had closed forms at the last such step
+    broken: dict[str, int] = field(default_factory=dict)  # what is no longer correct, and since which step
     _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
     _served: set[str] = field(default_factory=set)
     _count: int = 0  # tracked steps
-    _pause: int = 1  # how many of them go by before what is broken is looked at again
+    _pause: int = 1  # tracked steps to wait before what is broken is checked again
     _look_again: int = 0
 
     def __post_init__(self) -> None:
         self.unchecked = set(self.tracked)
 
     def begin(self) -> dict[str, nn.Parameter]:
-        """A tracked step begins. All is checked again at the second, fourth, eighth, ... one.
+        """Begin a tracked step. Everything is checked again at the second, fourth, eighth, ... one.
 
         Returns:
-            The parameters whose gradients are to be watched, by name.
+            The parameters whose gradients to watch, by name.
         """
         self._count += 1
         if self.is_thorough:
@@ -105,7 +105,7 @@ class SelfCheck:
         return self._count & (self._count - 1) == 0
 
     def due(self, captured: Sequence[Captured]) -> list[str]:
-        """The parameters to examine in this step: those not checked, and those that were, but differ now."""
+        """Return the parameters to examine in this step: those not checked yet, and those that behave differently."""
         with_weight = [c for c in captured if c.weight]
         if not with_weight:
             return []
@@ -118,11 +118,11 @@ class SelfCheck:
 
     @property
     def not_checked(self) -> set[str]:
-        """The parameters whose gradients were not explained yet, or are not any more."""
+        """The parameters whose gradients are not explained yet, or no longer."""
         return self.unchecked | self._quiet | self.broken.keys()
 
     def passed(self, found: Examination, captured: Sequence[Captured], step: int) -> None:
-        """Nothing is wrong."""
+        """Record that nothing is wrong."""
         explained = found.explained
         self.unchecked -= {*explained, *found.quiet}
         self._quiet |= set(found.quiet)
@@ -138,15 +138,15 @@ class SelfCheck:
             self._checked_alone |= set(explained)
 
     def failed(self, names: Iterable[str]) -> None:
-        """These take another route now, which is to be checked."""
+        """Mark parameters that take another route now, which must be checked."""
         self.unchecked |= set(names)
 
     def was_all_right(self, names: Iterable[str]) -> bool:
-        """True if some of these passed at an earlier step, so that the run has gone on with them."""
+        """True if some of these passed at an earlier step, so that the run has relied on them."""
         return not self._served.isdisjoint(names)
 
     def give_up(self, names: Iterable[str], step: int) -> None:
-        """These are not right any more. It takes the longer until they are looked at again, the longer that lasts."""
+        """Mark parameters that are no longer correct. The longer that lasts, the less often they are checked again."""
         self.unchecked -= set(names)
         self._look_again, self._pause = self._count + self._pause, 2 * self._pause
         self.broken = {**dict.fromkeys(names, step), **self.broken}
@@ -154,11 +154,11 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Examination:
-    """What the hooks saw, against what autograd gave the parameters."""
+    """What the hooks saw, compared with what autograd gave the parameters."""
 
-    explained: list[str]  # parameters whose gradient was finite, not zero, and explained
+    explained: list[str]  # parameters whose gradient was finite, nonzero and explained
     quiet: list[str]  # those whose gradient was nothing but rounding
-    unserved: dict[str, tuple[str, list[str]]]  # by parameter: why not, and the modules whose calls do not serve it
+    unserved: dict[str, tuple[str, list[str]]]  # by parameter: why, and the modules whose calls do not serve it
 
 
 def examine(
@@ -170,7 +170,7 @@ def examine(
     whole: float,
     block_elements: int,
 ) -> Examination:
-    """Check that individual gradients can be told apart, and add up to what autograd gave the parameters.
+    """Check that individual gradients can be separated, and add up to what autograd gave the parameters.
 
     Args:
         captured: The micro-batches, not scaled yet.
@@ -179,10 +179,10 @@ def examine(
         scopes: The modules whose calls serve each parameter.
         unchecked: The parameters to examine.
         whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
-        block_elements: As for `walk`.
+        block_elements: See `walk`.
 
     Raises:
-        OutOfMemoryError: If there is no memory to run a module again.
+        OutOfMemoryError: If there is not enough memory to run a module again.
     """
     unserved = {}
     for name in unchecked:
@@ -205,7 +205,7 @@ def examine(
         walk(batches, values, rest, [sums, norms], block_elements)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a module that cannot be run again; which?
+    except Exception:  # a module cannot be run again: which one?
         for name in list(rest):
             sums.sums[name].zero_()
             norms.values[name].zero_()
@@ -215,7 +215,7 @@ def examine(
                 raise
             except Exception as problem:
                 rest.remove(name)
-                text = f"what uses it could not be run again ({type(problem).__name__}: {problem})"
+                text = f"its use could not be run again ({type(problem).__name__}: {problem})"
                 unserved[name] = text, list(scopes[name])
     n = sum(c.batch_size for c in captured)
     explained, quiet = [], []
@@ -231,8 +231,8 @@ def examine(
             continue
         tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)
         if error > tolerance * size + CANCELLATION * everything + noise:
-            why = f"it received a gradient of norm {size:.3g}, of which the calls that were seen explain all but "
-            why += f"{error:.3g}, so it is used elsewhere too, or something else is differentiated inside `track` (a "
+            why = f"it received a gradient of norm {size:.3g}, but the calls that were seen leave {error:.3g} of it "
+            why += "unexplained, so it is used elsewhere too, or something else is differentiated inside `track` (a "
             unserved[name] = f"{why}penalty on parameters or gradients, torch.autograd.grad)", list(scopes[name])
         elif size > 0 and error <= tolerance * size + CANCELLATION * everything:
             explained.append(name)

@@ -1,4 +1,4 @@
-"""Tell whether a model is a chain of modules, as BackPACK's second-order extensions need it."""
+"""Detect whether a model is a chain of modules, as BackPACK's second-order extensions require."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 class NoChainError(RuntimeError):
-    """The model is no chain of modules."""
+    """The model is not a chain of modules."""
 
 
 class Chain:
-    """Sees that each leaf module takes exactly what the one before it returned.
+    """Checks that each leaf module takes exactly what the one before it returned.
 
-    BackPACK finds the module that produced a tensor by the tensor's address. An operation in between that works in
-    place or makes a view would be skipped silently; so shapes, strides and versions must agree as well.
+    BackPACK identifies the module that produced a tensor by the tensor's address. An in-place operation or a view in
+    between would be skipped silently, so shapes, strides and versions must agree as well.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Chain:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
 
     def before(self, path: str, args: tuple[object, ...]) -> None:
-        """A leaf module begins."""
+        """Record that a leaf module begins."""
         if path in self._called:
             self._broken = self._broken or f"in the second call of '{path}'"
         self._called.add(path)
@@ -37,17 +37,17 @@ class Chain:
             self._broken = self._broken or f"between '{self._last_path}' and '{path}'"
 
     def after(self, path: str, output: object) -> None:
-        """A leaf module ends."""
+        """Record that a leaf module ends."""
         self._last, self._last_path = self._print(output), path
 
     def check(self) -> None:
         """Raise if the model is not a chain of its leaf modules.
 
         Raises:
-            NoChainError: Names the place.
+            NoChainError: If it is not; the message names the place.
         """
         if self._broken:
             raise NoChainError(
-                f"Something happens {self._broken}: a functional call (write it as a module: nn.ReLU, nn.Flatten), a "
-                "branch, or a second use of a layer."
+                f"Something happens {self._broken}: a functional call (use a module instead: nn.ReLU, nn.Flatten), a "
+                "branch, or a layer used twice."
             )

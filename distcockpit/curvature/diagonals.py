@@ -1,8 +1,8 @@
 """Diagonal curvature from BackPACK's second-order extensions, in a replay of the step.
 
-The replay uses the unscaled loss, since ``diag_h`` mixes a term that carries a factor on the loss with one that does
-not, and leaves the user's own forward and backward pass as they are. The extensions are put on for the replay and
-taken off again.
+The replay uses the unscaled loss, because ``diag_h`` mixes a term that carries a factor on the loss with one that does
+not, and it leaves the user's own forward and backward pass alone. The extensions are added for the replay and removed
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from distcockpit.replay.rng import set_seed
 
 KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")
 WAY_OUT = (
-    "For traces of any model take curvature='hutchinson' or 'hutchinson_ggn' (HessTrace, TICTrace). Leave quantities "
+    "For traces of any model, use curvature='hutchinson' or 'hutchinson_ggn' (HessTrace, TICTrace). Leave quantities "
     "with curvature out otherwise."
 )
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """Which diagonal: of the Hessian, of the GGN, or of a Monte-Carlo estimate of the GGN.
+    """Which diagonal: that of the Hessian, of the GGN, or of a Monte-Carlo estimate of the GGN.
 
     Args:
         kind: One of ``KINDS``.
         mc_samples: Draws per sample for ``diag_ggn_mc``.
-        seed: Base of the seeds of these draws, which differ per step, rank and micro-batch.
+        seed: Base seed of these draws; actual seeds differ per step, rank and micro-batch.
     """
 
     kind: str = "diag_h"
@@ -62,9 +62,9 @@ class Curvature:
 class Diagonals:
     """Diagonal curvature of one model and loss.
 
-    A model that is no chain of modules that BackPACK knows is tried in the form that BackPACK's converter gives it,
-    with sums, scalings and permutations as modules. That form is used for the GGN if every operation in it is a module,
-    and once it was seen to give the right diagonal.
+    A model that is not a chain of modules known to BackPACK is converted by BackPACK's converter, with sums, scalings
+    and permutations as modules. The converted form is used for the GGN if every operation in it is a module, and once
+    it was seen to give the correct diagonal.
 
     Args:
         model: The bare module.
@@ -73,13 +73,13 @@ class Diagonals:
 
     def __init__(self, model: nn.Module, loss_fn: nn.Module | None) -> None:
         self._model, self._loss_fn = model, loss_fn
-        self._form: nn.Module | None = None  # the converted one, if it is needed, and was seen to be right
+        self._form: nn.Module | None = None  # the converted model, if it is needed and was seen to be correct
 
     def check_support(self, quantity: str, curvature: Curvature) -> None:
-        """Refuse early what BackPACK cannot serve.
+        """Reject early what BackPACK does not support.
 
         Raises:
-            ValueError: Names the loss or the layer, and what to do.
+            ValueError: If it is not supported; the message names the loss or the layer, and a way out.
         """
         what = f"quantity '{quantity}' (curvature={curvature.kind!r})"
         problem = _problem_of_loss(curvature, self._loss_fn) or _problem_of_model(curvature, self._model)
@@ -89,7 +89,7 @@ class Diagonals:
             raise ValueError(f"{what} {problem} {WAY_OUT}")
 
     def of(self, curvature: Curvature, captured: Sequence[Captured], seeds: Sequence[int]) -> dict[str, Tensor]:
-        """Sum over micro-batches of the diagonal curvature of ``sum_i l_i`` (the loss times what it divided by).
+        """Sum the diagonal curvature of ``sum_i l_i`` (the loss times its divisor) over micro-batches.
 
         Args:
             curvature: Which diagonal.
@@ -100,7 +100,7 @@ class Diagonals:
             float64 tensors of the parameters' shapes, by name; parameters that the loss does not depend on are zero.
 
         Raises:
-            RuntimeError: If BackPACK cannot serve the model.
+            RuntimeError: If BackPACK does not support the model.
         """
         trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
@@ -110,12 +110,12 @@ class Diagonals:
             try:
                 diagonal = self._of(curvature, micro, seed, trainable)
             except Exception as error:
-                if micro.is_broken:  # draws from probabilities that are NaN, for example
+                if micro.is_broken:  # e.g. draws from NaN probabilities
                     total = {name: torch.full_like(t, float("nan")) for name, t in total.items()}
                     continue
                 raise RuntimeError(
                     f"curvature={curvature.kind!r} could not be computed for {type(self._model).__name__}: {error} "
-                    f"BackPACK needs a model that is a chain of modules it knows. {WAY_OUT}"
+                    f"BackPACK needs a model that is a chain of modules it supports. {WAY_OUT}"
                 ) from error
             for name, result in diagonal.items():
                 total[name] += result.double() * micro.scale.divisor
@@ -125,7 +125,7 @@ class Diagonals:
         self, curvature: Curvature, micro: Captured, seed: int, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, Tensor]:
         assert self._loss_fn is not None  # checked at construction
-        problem = "" if self._form is None or curvature.kind == "diag_h" else "it is no chain of modules."
+        problem = "" if self._form is None or curvature.kind == "diag_h" else "it is not a chain of modules."
         if not problem:
             problem = _problem_of_model(curvature, self._model) or ""
         if not problem:
@@ -147,7 +147,7 @@ class Diagonals:
 
 
 def _problem_of_loss(curvature: Curvature, loss_fn: nn.Module | None) -> str | None:
-    """Why BackPACK has no second derivative of the loss, if it has none."""
+    """Return why BackPACK has no second derivative of the loss, if it has none."""
     supported = curvature.extension()._BackpropExtension__module_extensions
     if type(loss_fn) not in supported:
         losses = [kind.__name__ for kind in supported if issubclass(kind, nn.modules.loss._Loss)]
@@ -168,7 +168,7 @@ def _problem_of_loss(curvature: Curvature, loss_fn: nn.Module | None) -> str | N
 
 
 def _problem_of_model(curvature: Curvature, model: nn.Module) -> str | None:
-    """Which layer BackPACK does not serve, if there is one."""
+    """Return which layer BackPACK does not support, if there is one."""
     supported = curvature.extension()._BackpropExtension__module_extensions
     owner: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
@@ -177,16 +177,16 @@ def _problem_of_model(curvature: Curvature, model: nn.Module) -> str | None:
             if parameter.requires_grad and (shared or has_children(module)):
                 why = f"is shared with layer '{owner[parameter]}'" if shared else "belongs to a module with children"
                 return (
-                    f"does not support parameter '{path}.{name}': it {why}, and BackPACK needs each parameter in one "
-                    "leaf module."
+                    f"does not support parameter '{path}.{name}': it {why}, but BackPACK needs each parameter to be in "
+                    "exactly one leaf module."
                 )
             owner[parameter] = path
     for path, module in _leaves(model):
         if getattr(module, "padding_mode", "zeros") != "zeros" or isinstance(getattr(module, "padding", 0), str):
             return (
                 f"does not support layer '{path}' ({type(module).__name__}) with padding={module.padding!r}, "
-                f"padding_mode={getattr(module, 'padding_mode', None)!r}: BackPACK pads with zeros, by numbers. Use "
-                "such a padding."
+                f"padding_mode={getattr(module, 'padding_mode', None)!r}: BackPACK only supports zero padding given as "
+                "numbers. Use such a padding."
             )
         if type(module) not in supported:
             return f"does not support layer '{path}' ({type(module).__name__}). Use another curvature or another layer."
@@ -194,18 +194,18 @@ def _problem_of_model(curvature: Curvature, model: nn.Module) -> str | None:
 
 
 def _converted(curvature: Curvature, model: nn.Module) -> nn.Module | None:
-    """The model in the form that BackPACK's converter gives it, with the same parameters; ``None`` if it has none.
+    """Return the model as converted by BackPACK, with the same parameters; ``None`` if it cannot be converted.
 
-    The converter writes to what it converts, so it is given a copy of the modules.
+    The converter modifies what it converts, so it is given a copy of the modules.
     """
     if curvature.kind == "diag_h":  # its sums and scalings have no second-order extension for the Hessian
         return None
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # an operation that is left over is no more than a warning
+            warnings.simplefilter("error")  # a leftover operation only gives a warning
             form = convert_module_to_backpack(copy.deepcopy(model, memo), debug=False)
-    except Exception:  # control flow, operations that it does not know
+    except Exception:  # control flow, or operations unknown to the converter
         return None
     mine = {id(p) for p in model.parameters() if p.requires_grad}
     same = mine == {id(p) for p in form.parameters() if p.requires_grad}
@@ -235,13 +235,13 @@ def _check_elements(
             found = float(diagonal[name].reshape(-1)[d]) if name in diagonal else 0.0
             if abs(found - expected) > 1e-2 * abs(expected) + 1e-7:
                 raise RuntimeError(
-                    f"Its diagonal at '{name}' would be {found:.4g} where the GGN has {expected:.4g}: BackPACK's "
-                    "converted form of the model is not the model."
+                    f"Its diagonal at '{name}' would be {found:.4g}, but the GGN has {expected:.4g}: the model as "
+                    "converted by BackPACK is not equivalent to the model."
                 )
 
 
 def _take(savefield: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What BackPACK left on the parameters, taken off them."""
+    """Return what BackPACK left on the parameters, and remove it."""
     return {name: p.__dict__.pop(savefield) for name, p in parameters.items() if savefield in p.__dict__}
 
 
@@ -253,14 +253,14 @@ def _differentiate(
     seed: int,
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
-    """The diagonal from a replay of a micro-batch under an extension.
+    """Compute the diagonal in a replay of a micro-batch under an extension.
 
     Args:
         extension: BackPACK's extension.
         form: The model, as a chain of modules or as a graph of them.
         loss_fn: The loss module.
         micro: The micro-batch.
-        seed: Of random draws.
+        seed: Seed of the random draws.
         parameters: The parameters, on which BackPACK leaves its results.
 
     Raises:
@@ -272,10 +272,10 @@ def _differentiate(
             if not isinstance(form, GraphModule):
                 chain.check()
             elif not torch.allclose(loss.double(), micro.losses[0].value.double(), rtol=1e-3):
-                raise RuntimeError("BackPACK's converted form of the model does not compute the model's loss any more.")
+                raise RuntimeError("The model as converted by BackPACK no longer computes the model's loss.")
             set_seed(loss.device, seed)
             with backpack(extension), warnings.catch_warnings():
-                # The first layer's input needs no gradient, and BackPACK's hook there needs none of it.
+                # The first layer's input needs no gradient, nor does BackPACK's hook there.
                 warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
                 torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     finally:
@@ -284,24 +284,26 @@ def _differentiate(
 
 
 def _check_targets(loss_fn: nn.Module, micro: Captured) -> None:
-    """BackPACK's Hessian of the cross-entropy takes every target as one that counts, with probabilities of sum 1.
+    """Check the targets, since BackPACK's cross-entropy Hessian counts every target, with probabilities that sum to 1.
 
     Raises:
-        RuntimeError: If the targets are others.
+        RuntimeError: If the targets are different.
     """
     if not isinstance(loss_fn, nn.CrossEntropyLoss):
         return
     for call in micro.losses:
         target = call.args[1] if len(call.args) > 1 else call.kwargs["target"]
         if not target.is_floating_point() and bool((target == loss_fn.ignore_index).any()):
-            raise RuntimeError(f"Targets hold ignore_index={loss_fn.ignore_index}, for which BackPACK is wrong.")
+            raise RuntimeError(
+                f"Targets contain ignore_index={loss_fn.ignore_index}, which BackPACK handles incorrectly."
+            )
         if target.is_floating_point() and not torch.allclose(target.sum(1), target.new_ones(()), atol=1e-3):
-            raise RuntimeError("Target probabilities do not add up to 1, for which BackPACK is wrong.")
+            raise RuntimeError("Target probabilities do not add up to 1, which BackPACK handles incorrectly.")
 
 
 @contextmanager
 def _extended(model: nn.Module, loss_fn: nn.Module) -> Generator[Chain, None, None]:
-    """BackPACK's hooks, and ours that check the chain, on the leaf modules and the loss; off again at the end."""
+    """Add BackPACK's hooks, and ours that check the chain, to the leaf modules and the loss; remove them at the end."""
     chain, leaves, before = Chain(), list(_leaves(model)), len(CTX.hook_handles)
     handles = []
     flagged = [module for _, module in leaves if not hasattr(module, "_backpack_extend")]

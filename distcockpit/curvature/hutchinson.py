@@ -1,9 +1,9 @@
-"""Traces of the pooled curvature from products with random vectors: for any model that can be differentiated twice.
+"""Traces of the pooled curvature from products with random vectors, for any model that can be differentiated twice.
 
-With elements of v independent and +1 or -1, the mean of ``v_p . (C v)_p`` is the trace of the block of C that belongs
-to parameter p: Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian smoothing
-splines", doi:10.1080/03610919008812866. All ranks draw the same vectors, so that the sum over ranks is the number that
-one process with the whole batch would get.
+If the elements of v are independent and +1 or -1, the mean of ``v_p . (C v)_p`` is the trace of the block of C that
+belongs to parameter p: Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian
+smoothing splines", doi:10.1080/03610919008812866. All ranks draw the same vectors, so the sum over ranks is the number
+that one process with the whole batch would get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TraceEstimate:
     Args:
         kind: One of ``MATRICES``.
         samples: Number of random vectors.
-        seed: Base of their seeds, which differ per step.
+        seed: Base seed of these vectors; actual seeds differ per step.
     """
 
     kind: str = "hutchinson"
@@ -36,7 +36,7 @@ class TraceEstimate:
 
 
 def check_support(quantity: str, estimate: TraceEstimate, loss_fn: nn.Module | None) -> None:
-    """Refuse early what cannot be estimated.
+    """Reject early what cannot be estimated.
 
     Raises:
         ValueError: If the split into model and loss is needed, and there is no loss module.
@@ -44,7 +44,7 @@ def check_support(quantity: str, estimate: TraceEstimate, loss_fn: nn.Module | N
     if estimate.kind == "hutchinson_ggn" and loss_fn is None:
         raise ValueError(
             f"quantity '{quantity}' (curvature='hutchinson_ggn') needs the loss as a module, loss_fn=..., because the "
-            "Gauss-Newton matrix is defined by the split into model and loss. Give DistCockpit the loss module, or use "
+            "Gauss-Newton matrix is defined by the split into model and loss. Pass DistCockpit the loss module, or use "
             "curvature='hutchinson'."
         )
 
@@ -57,7 +57,7 @@ def quadratic_forms(
     captured: Sequence[Captured],
     seed: int,
 ) -> Tensor:
-    """``v_p . (C v)_p`` for every vector and parameter, C the curvature of the sum over micro-batches of w L.
+    """Compute ``v_p . (C v)_p`` for every vector and parameter, C the curvature of the sum over micro-batches of w L.
 
     Args:
         estimate: What to estimate.
@@ -65,7 +65,7 @@ def quadratic_forms(
         loss_fn: The loss module; ``None`` if the model returns its loss.
         parameters: The variables.
         captured: This rank's micro-batches.
-        seed: Of the vectors; the same on all ranks.
+        seed: Seed of the vectors; the same on all ranks.
 
     Returns:
         float64 ``[samples, parameters]``.
@@ -96,7 +96,7 @@ def quadratic_forms(
 
 
 def _vectors(leaves: Sequence[Tensor], samples: int, seed: int) -> Iterator[list[Tensor]]:
-    """Rademacher vectors; the same for every micro-batch and rank."""
+    """Yield Rademacher vectors; the same for every micro-batch and rank."""
     generator = torch.Generator(leaves[0].device).manual_seed(seed)
     for _ in range(samples):
         signs = [torch.randint(2, p.shape, generator=generator, device=p.device, dtype=torch.int8) for p in leaves]
@@ -108,16 +108,16 @@ Product = Callable[[Vector], Vector]
 
 
 def hessian_product(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
-    """Differentiates the gradient once more (Pearlmutter 1994)."""
+    """Return Hessian-vector products: differentiate the gradient once more (Pearlmutter 1994)."""
     gradient = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
     check_twice_differentiable(gradient)
     return lambda vector: _pull_back(gradient, leaves, vector)
 
 
 def gauss_newton_product(loss: Tensor, outputs: Vector, leaves: Vector) -> Product:
-    """``J^T H J`` with the Jacobian J of the model's outputs and the Hessian H of the loss in them (Schraudolph 2002).
+    """Return products with ``J^T H J``, J the model's Jacobian and H the Hessian of the loss (Schraudolph 2002).
 
-    ``J v`` is the derivative of ``u -> J^T u``, which is linear, in direction v.
+    ``J v`` is the derivative of ``u -> J^T u``, which is linear, in the direction v.
     """
     slope = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
     u = [torch.zeros_like(z, requires_grad=True) for z in outputs]
@@ -136,7 +136,7 @@ _PRODUCTS = {"hutchinson": hessian_product, "hutchinson_ggn": gauss_newton_produ
 
 
 def _pull_back(values: Vector, leaves: Vector, vector: Vector) -> Vector:
-    """The vector-Jacobian product; zeros where nothing depends."""
+    """Compute the vector-Jacobian product; zeros for outputs that depend on nothing."""
     pairs = [(z, v) for z, v in zip(values, vector, strict=True) if z.requires_grad]
     if not pairs:
         return [torch.zeros_like(p) for p in leaves]

@@ -1,8 +1,8 @@
-"""An extreme eigenvalue of the pooled Hessian: Lanczos on rank 0, products with vectors on all ranks.
+"""An extreme eigenvalue of the pooled Hessian: Lanczos on rank 0, matrix-vector products on all ranks.
 
-The Hessian of the pooled loss is the sum over ranks of (w_r/W) H_r. For every product rank 0 tells a vector to all
-ranks, each multiplies with its own part by differentiating twice through a replay of the step, and the results are
-added. The replay calls the bare module, so that no hook of DDP takes part.
+The Hessian of the pooled loss is the sum over ranks of (w_r/W) H_r. For every product, rank 0 broadcasts a vector, each
+rank multiplies it with its own part by differentiating twice through a replay of the step, and the results are
+all-reduced. The replay calls the bare module, so no hook of DDP is involved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STATUS = ("converged", "not_converged", "not_finite", "no_samples")
 
 @dataclass(frozen=True)
 class LargestEigenvalue:
-    """Which eigenvalue, and how exactly.
+    """Which eigenvalue, and how accurately.
 
     Args:
         which: "LM": the largest in magnitude, with its sign; "LA": the largest.
-        tolerance: Bound on the residual of the eigenpair, relative to the eigenvalue; the error of the eigenvalue is
-            of its square.
-        max_products: Products with vectors after which to give up.
-        seed: Of the first vector.
+        tolerance: Bound on the residual of the eigenpair, relative to the eigenvalue; the error of the eigenvalue is of
+            the order of its square.
+        max_products: Maximum number of matrix-vector products.
+        seed: Seed of the starting vector.
     """
 
     which: str = "LM"
@@ -45,7 +45,7 @@ class LargestEigenvalue:
 
 @dataclass(frozen=True)
 class Eigenvalue:
-    """What was found."""
+    """The result of the iteration."""
 
     value: float  # NaN where there is none
     status: str  # one of STATUS
@@ -56,7 +56,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class _GiveUpError(Exception):
-    """The iteration cannot go on."""
+    """The iteration cannot continue."""
 
     def __init__(self, status: str) -> None:
         super().__init__(status)
@@ -73,17 +73,17 @@ def largest_eigenvalue(
     weight: float,
     confirm: Callable[[], None],
 ) -> Eigenvalue:
-    """The eigenvalue, on rank 0; other ranks help, and get what is not one.
+    """Compute the eigenvalue on rank 0; the other ranks help, and get a placeholder.
 
     Args:
-        wanted: Which.
+        wanted: Which eigenvalue.
         world: The ranks.
         model: The bare module.
         loss_fn: The loss module; ``None`` if the model returns its loss.
-        parameters: The Hessian's variables.
+        parameters: The variables of the Hessian.
         captured: This rank's micro-batches.
         weight: W of all ranks.
-        confirm: Makes sure that all ranks are about to begin; called when nothing is left to allocate.
+        confirm: Makes sure that all ranks are about to begin; called once everything is allocated.
 
     Raises:
         RuntimeError: On all ranks, if one of them could not differentiate the step twice.
@@ -121,7 +121,7 @@ def _lanczos(wanted: LargestEigenvalue, shared: _SharedProduct, size: int) -> Ei
 
     start = np.random.default_rng(wanted.seed).standard_normal(size)
     try:
-        if not multiply(start).any():  # a random vector is in the null space: there is nothing else
+        if not multiply(start).any():  # a random vector in the null space: the matrix is zero
             return Eigenvalue(0.0, "converged", count)
         if size == 1:
             return Eigenvalue(float(multiply(np.ones(1))[0]), "converged", count)
@@ -147,8 +147,8 @@ class _SharedProduct:
 
     def __init__(self, world: World, product: Product, size: int, device: torch.device) -> None:
         self._world, self._product = world, product
-        self._message = torch.zeros(size + 1, dtype=torch.float64, device=device)  # the last element: go on
-        self._reply = torch.zeros_like(self._message)  # the last element: failed
+        self._message = torch.zeros(size + 1, dtype=torch.float64, device=device)  # last element: whether to continue
+        self._reply = torch.zeros_like(self._message)  # last element: whether a rank failed
         self._over = False
 
     def __call__(self, vector: np.ndarray) -> np.ndarray:
@@ -163,15 +163,15 @@ class _SharedProduct:
             self._answer()
 
     def stop(self) -> None:
-        """Let the other ranks go, unless they have gone."""
+        """Release the other ranks, unless they have already stopped."""
         if not self._over:
             self._world.broadcast(self._message.zero_())
 
     def _answer(self) -> Tensor:
-        """The pooled product.
+        """Compute the pooled product.
 
         Raises:
-            RuntimeError: On all ranks, if this one or another failed.
+            RuntimeError: On all ranks, if this rank or another one failed.
         """
         answer, problem = self._reply.zero_(), None
         try:
@@ -184,7 +184,7 @@ class _SharedProduct:
             self._over = True
             raise RuntimeError(
                 "The Hessian's eigenvalue could not be computed: "
-                + (f"{problem} " if problem else f"{int(failed)} other rank(s) failed; their own errors say why. ")
+                + (f"{problem} " if problem else f"{int(failed)} other rank(s) failed; see the errors on those ranks. ")
                 + "HessMaxEV needs a model that can be differentiated twice. Leave it out."
             ) from problem
         return answer[:-1]
@@ -198,10 +198,10 @@ def _local_products(
     captured: Sequence[Captured],
     weight: float,
 ) -> Generator[Product, None, None]:
-    """This rank's part of the product: the sum over its micro-batches of ``(w/W) H v``.
+    """Yield this rank's part of the product: the sum over its micro-batches of ``(w/W) H v``.
 
-    With one micro-batch the graph of the gradient is built once; with several it is built anew for each product, so
-    that no more than one micro-batch is in memory, which is why they are micro-batches.
+    With one micro-batch the graph of the gradient is built once; with several it is rebuilt for each product, so that
+    no more than one micro-batch is in memory, which is the point of micro-batches.
     """
     leaves = list(parameters.values())
     micros = [micro for micro in captured if micro.weight]
@@ -227,10 +227,10 @@ def _local_products(
 def twice_differentiable_loss(
     model: nn.Module, loss_fn: nn.Module | None, micro: Captured
 ) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
-    """The unscaled loss of a micro-batch, and the outputs that it was computed from, in a graph to differentiate twice.
+    """Yield the unscaled loss of a micro-batch, and its model outputs, in a graph that can be differentiated twice.
 
-    Attention takes the kernel that has a second derivative, and so do recurrent layers. Batch norms in training mode
-    hold the statistics of the batch as constants.
+    Attention and recurrent layers use kernels that have a second derivative. Batch norms in training mode treat batch
+    statistics as constants.
     """
     statistics = batch_statistics(micro.passes[0], model)
     with (
@@ -245,7 +245,7 @@ def twice_differentiable_loss(
 def _gradient(
     model: nn.Module, loss_fn: nn.Module | None, leaves: Sequence[nn.Parameter], micro: Captured
 ) -> Generator[list[Tensor], None, None]:
-    """The gradient of the unscaled loss of a micro-batch, to be differentiated again."""
+    """Yield the gradient of the unscaled loss of a micro-batch, to be differentiated again."""
     with twice_differentiable_loss(model, loss_fn, micro) as (loss, _):
         gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
         check_twice_differentiable(gradient)
@@ -254,7 +254,7 @@ def _gradient(
 
 @contextmanager
 def _without_cudnn() -> Generator[None, None, None]:
-    """Its recurrent layers have no second derivative."""
+    """Disable cuDNN, whose recurrent layers have no second derivative."""
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -264,10 +264,10 @@ def _without_cudnn() -> Generator[None, None, None]:
 
 
 def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
-    """Check whether a function without a second derivative took part.
+    """Check whether a function without a second derivative was involved.
 
-    torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs it, since
-    no input lies behind it, and would be wrong without a word.
+    torch marks it with a node that raises when it is run. A gradient with respect to given inputs never runs that node,
+    because no input lies behind it, and would be silently wrong.
 
     Raises:
         RuntimeError: If so.
@@ -277,7 +277,7 @@ def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:
     while nodes:
         node = nodes.pop()
         if node.name() == "torch::autograd::Error":
-            raise RuntimeError("a function marked with @once_differentiable took part in the step.")
+            raise RuntimeError("the step uses a function marked with @once_differentiable.")
         following = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= following
         nodes += following

@@ -38,10 +38,9 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
             "severity": WRONG,
             "title": f"gradients {'vanish' if ratio < 1 else 'explode'} towards the input",
             "words": f"The gradient of an element of {first} is typically {ratio:.1g} times that of {last}, and the "
-            f"{len(weights)} weights follow the trend: {weak} hardly learns beside {strong}. Saturating activations "
-            f"and the "
-            "scale of the initialisation are the usual causes; ReLUs, residual connections or normalisation layers the "
-            "usual ways out.",
+            f"{len(weights)} weights follow the trend: {weak} hardly learns compared to {strong}. Usual causes are "
+            "saturating activations and the scale of the initialisation; usual remedies are ReLUs, residual "
+            "connections and normalisation layers.",
         }
 
 
@@ -59,7 +58,6 @@ def _no_gradient(run: xr.DataTree, group: xr.Dataset) -> Told:
         yield {
             "severity": LOOK,
             "title": f"{len(dead)} of {norm.sizes['parameter']} parameters never get a gradient",
-            "words": f"Their gradient is exactly 0 at all {len(looked)} rows that were looked at: {some(dead)}. "
-            f"They are "
-            "unused, cut off by a detach, or behind units that are dead.",
+            "words": f"Their gradient is exactly 0 in all {len(looked)} rows that were checked: {some(dead)}. They are "
+            "unused, cut off by a detach, or behind dead units.",
         }

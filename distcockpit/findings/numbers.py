@@ -9,7 +9,7 @@ from distcockpit.findings.rule import LOOK, RANKS, STEP, WINDOW, WRONG, Told, li
 from distcockpit.store.names import plain
 from distcockpit.store.rows import in_blocks
 
-NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product of an infinity is a step"
+NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product with infinity is a valid step"
 
 
 @rule(
@@ -48,13 +48,11 @@ def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
         "title": f"NaN or infinity {'from' if lasts else 'at'} step {int(steps[first])} on rank {listed(ranks)}",
         "words": f"Losses or gradients are not finite at {len(found)} of {rows} tracked steps{told}. "
         + (
-            "With the next update a gradient that is not finite on one rank makes the parameters of all ranks so. "
-            "Look for "
-            "a logarithm or a division of 0, for half precision without loss scaling, and at the data of that rank."
+            "At the next update, a non-finite gradient on one rank makes the parameters of all ranks non-finite. Look "
+            "for a logarithm or a division of 0, half precision without loss scaling, and bad data on that rank."
             if lasts
-            else f"The last such step is {int(steps[found[-1]])}, and the run went on. Steps at which a loss scale "
-            f"was too "
-            "large are skipped, and are as they should be; anything else is worth a look at the data of that rank."
+            else f"The last such step is {int(steps[found[-1]])}, and the run went on. Skipped steps are normal if a "
+            "loss scale was too large; otherwise, check the data of that rank."
         ),
     }
 
@@ -68,9 +66,8 @@ def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
         yield {
             "severity": WRONG if lasts else LOOK,
             "title": f"the loss is not finite {'from' if lasts else 'at'} step {int(group['step'][rows[0]])}",
-            "words": f"The pooled loss is NaN or infinite at {len(rows)} of {len(bad)} tracked steps; of a batch "
-            f"without "
-            "samples it is NaN, too.",
+            "words": f"The pooled loss is NaN or infinite at {len(rows)} of {len(bad)} tracked steps; it is also NaN "
+            "for a batch without samples.",
         }
 
 
@@ -93,18 +90,16 @@ def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
     if begin > 0 and above >= 2:
         yield {
             "severity": WRONG if stays else LOOK,
-            "title": f"the loss jumps: to {loss.max():.3g}, from {begin:.3g} at the start",
+            "title": f"the loss jumps to {loss.max():.3g}, from {begin:.3g} at the start",
             "words": f"At {above} of {len(loss)} tracked steps it is more than 1.5 times what it was at the start"
-            f"{', and stays there for a while' if stays else ', a few at a time'}; now it is {end:.3g}. A learning "
-            "rate that is too large is the usual cause, or data that are not what the rest is.",
+            f"{', and stays there for a while' if stays else ', a few at a time'}; now it is {end:.3g}. The usual "
+            "causes are a learning rate that is too large, or data unlike the rest.",
         }
     elif len(loss) >= 5 * WINDOW and end > begin - max(0.02 * abs(begin), 2 * scatter):
         yield {
             "severity": LOOK,
             "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
-            "words": f"The median of the last {WINDOW} of {len(loss)} rows is not below the start by more than "
-            f"their scatter. "
-            "That is as it should be for a run that began where another one ended. Else nothing was learned: look "
-            "at the "
-            "learning rate, at gradients that vanish, and at what the model is given.",
+            "words": f"The median of the last {WINDOW} of {len(loss)} rows is not below the start by more than their "
+            "scatter. That is expected of a run that continues another one. Otherwise nothing was learned: check the "
+            "learning rate, whether gradients vanish, and the inputs of the model.",
         }

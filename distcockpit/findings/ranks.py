@@ -14,7 +14,7 @@ from distcockpit.store.rows import few
     "ranks",
     {"RankDisagreement": {"grad_norm": RANKS, "loss": RANKS}},
     "All ranks draw from one distribution (Li et al. 2020, PyTorch Distributed, section 2.2: data parallelism averages "
-    "gradients of equal meaning), so that a rank is the extreme one only by chance",
+    "gradients with the same meaning), so a rank is the extreme one only by chance",
     "https://arxiv.org/abs/2006.15704",
 )
 def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
@@ -28,15 +28,15 @@ def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
         low = (typical < 0.5) & (above <= 0.1) if values.shape[1] > 2 else np.zeros(values.shape[1], dtype=bool)
         for rank in np.flatnonzero((typical > 2) & (above >= 0.9) | low):
             side, share = ("above", above[rank]) if typical[rank] > 1 else ("below", 1 - above[rank])
-            alone = "" if values.shape[1] > 2 else " With two ranks it may as well be the other one that is unusual."
+            alone = (
+                "" if values.shape[1] > 2 else " With two ranks, it may just as well be the other one that is unusual."
+            )
             yield {
                 "severity": WRONG,
                 "title": f"rank {rank} differs: its {what} is {typical[rank]:.2g} times that of the others",
                 "words": f"The {what} on rank {rank} is {side} the median of the ranks at {share:.0%} of "
-                f"{len(values)} tracked "
-                "steps. Ranks differ by chance, not always in the same direction: look at what this rank reads, and "
-                "how it "
-                f"is prepared.{alone}",
+                f"{len(values)} tracked steps. Ranks differ by chance, but not always in the same direction: check "
+                f"what data this rank reads, and how it is prepared.{alone}",
             }
 
 
@@ -44,7 +44,7 @@ def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
     "replicas that drift apart",
     "ranks",
     {"ReplicaDrift": {"replica_drift": STEP}},
-    "Data parallelism holds the same parameters on each rank, bit for bit (Li et al. 2020, section 2.2)",
+    "Data parallelism keeps the same parameters on each rank, bit for bit (Li et al. 2020, section 2.2)",
     "https://arxiv.org/abs/2006.15704",
 )
 def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
@@ -54,9 +54,8 @@ def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
         yield {
             "severity": WRONG,
             "title": f"ranks hold different parameters from step {int(group['step'][rows[0]])}",
-            "words": f"At {len(rows)} of {len(drift)} tracked steps parameters differ between ranks, "
-            f"{int(drift.max())} at "
-            "most. Something updates them by other numbers on each rank.",
+            "words": f"At {len(rows)} of {len(drift)} tracked steps, parameters differ between ranks, "
+            f"{int(drift.max())} at most. Something updates them differently on each rank.",
         }
 
 
@@ -64,9 +63,8 @@ def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
     "a rank that is slow",
     "ranks",
     {"RankHealth": {"forward_seconds": RANKS, "outside_seconds": RANKS}},
-    "All wait for the slowest: times before the first exchange are each rank's own (Ousterhout et al. 2015, blocked "
-    "time "
-    "analysis)",
+    "All ranks wait for the slowest: times before the first exchange are each rank's own (Ousterhout et al. 2015, "
+    "blocked time analysis)",
     "https://www.usenix.org/conference/nsdi15/technical-sessions/presentation/ousterhout",
 )
 def _slow(run: xr.DataTree, group: xr.Dataset) -> Told:
@@ -80,7 +78,6 @@ def _slow(run: xr.DataTree, group: xr.Dataset) -> Told:
         yield {
             "severity": LOOK,
             "title": f"rank {rank} is slow: {typical[rank]:.2g} times the time of the others",
-            "words": f"Forward pass and what lies outside of `track` take {np.median(own[:, rank]):.2g} s on rank "
-            f"{rank}, and "
-            "all ranks wait for it. Look at its data loading, its device, and what else runs there.",
+            "words": f"The forward pass and everything outside of `track` take {np.median(own[:, rank]):.2g} s on rank "
+            f"{rank}, and all ranks wait for it. Check its data loading, its device, and what else runs there.",
         }

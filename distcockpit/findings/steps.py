@@ -13,9 +13,8 @@ from distcockpit.run import noise_scale
     "effective step size far from 0",
     "alpha",
     {"Alpha": {"alpha": STEP, "status": STEP}},
-    "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update, 1 one to where the loss is as "
-    "high "
-    "again on the other side",
+    "Schneider et al. 2021, section 3.1: 0 is a step to the minimum along the update, 1 a step to where the loss is "
+    "equally high on the other side",
     "https://arxiv.org/abs/2102.06604",
 )
 def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
@@ -25,31 +24,29 @@ def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
     if not len(middle):
         return
     typical = np.median(fitted)
-    rows = f"of the {len(fitted)} rows with a fit, of {len(alpha)} in all, the median is {typical:.2g}"
+    rows = f"the median over the {len(fitted)} rows with a fit (of {len(alpha)} in all) is {typical:.2g}"
     too_far, too_short, uphill = (np.mean(far) for far in (middle > 0.3, (middle >= -1) & (middle < -0.8), middle < -1))
     if too_far >= MANY and typical > 0.2:
         yield {
             "severity": LOOK,
-            "title": f"steps go too far: α is above 0.3 in {too_far:.0%} of the run",
-            "words": f"Steps end beyond the minimum along their own direction; {rows}. A little of it is common in "
-            f"runs that "
-            "learn fast. If the loss stalls or jumps, a smaller learning rate is the first thing to try.",
+            "title": f"steps overshoot: α is above 0.3 in {too_far:.0%} of the run",
+            "words": f"Steps end beyond the minimum along their own direction; {rows}. Some overshooting is common in "
+            "runs that learn fast. If the loss stalls or jumps, try a smaller learning rate first.",
         }
     if too_short >= MANY and typical < -0.7:
         yield {
             "severity": LOOK,
             "title": f"steps are much too short: α is below -0.8 in {too_short:.0%} of the run",
             "words": f"A step covers less than a fifth of the way to the minimum along its own direction; {rows}. "
-            f"Early in "
-            "training that is time lost to a small learning rate or a long warm-up; late in a decay it is meant.",
+            "Early in training, a small learning rate or a long warm-up is wasting time; late in a decay, this is "
+            "intended.",
         }
     if uphill >= MANY and typical < -1:
         yield {
             "severity": WRONG,
             "title": f"steps go uphill: α is below -1 in {uphill:.0%} of the run",
-            "words": f"The minimum along the step's direction lies behind it; {rows}. Look at the sign of the "
-            f"update, and at "
-            "a momentum that still carries on.",
+            "words": f"The minimum along the step's direction lies behind it; {rows}. Check the sign of the update, "
+            "and whether momentum still carries it on.",
         }
 
 
@@ -57,9 +54,8 @@ def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
     "noise scale far from the batch size",
     "noise_scale",
     {"GradientNoiseScale": {"noise": STEP, "signal": STEP}},
-    "McCandlish et al. 2018, section 2.2: far below the noise scale larger batches save steps, far above it they "
-    "save next "
-    "to none",
+    "McCandlish et al. 2018, section 2.2: far below the noise scale, larger batches save steps; far above it, they "
+    "save next to none",
     "https://arxiv.org/abs/1812.06162",
 )
 def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
@@ -76,10 +72,9 @@ def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
         "title": f"the gradient noise scale is {times} the batch size",
         "words": f"In the last {last.sizes['step']} rows it is about {scale:.3g} samples, the batch has {batch:.3g}. "
         + (
-            "The gradient is mostly noise: a larger batch, by more ranks or by accumulation, would save steps "
-            "nearly in "
-            "proportion."
+            "The gradient is mostly noise: a larger batch, through more ranks or gradient accumulation, would save "
+            "steps nearly in proportion."
             if scale > batch
-            else "The gradient is nearly exact: a smaller batch would need about as many steps, and less of everything."
+            else "The gradient is nearly exact: a smaller batch would need about as many steps, and less compute."
         ),
     }

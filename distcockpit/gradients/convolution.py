@@ -1,4 +1,4 @@
-"""Convolutions, transposed or not: at each place an outer product of one side and what the other side sees of it."""
+"""Convolutions, transposed or not: at each position an outer product of one side and a window of the other side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Axis, Blocks, Use, UseRule
 
 Sizes = tuple[int, ...]
-"""One number for each spatial axis."""
+"""One number per spatial axis."""
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
@@ -29,10 +29,10 @@ class ConvolutionRule(UseRule):
     Args:
         shape: Of the weight.
         stride: Along each spatial axis.
-        padding: In front of and behind each spatial axis, the first axis first.
+        padding: Before and after each spatial axis, the first axis first.
         dilation: Along each spatial axis.
         groups: Of channels.
-        output_padding: Of a transposed convolution; ``None``: it is none.
+        output_padding: Of a transposed convolution; ``None`` if it is not transposed.
     """
 
     shape: torch.Size
@@ -43,11 +43,11 @@ class ConvolutionRule(UseRule):
     output_padding: Sizes | None = None
 
     def takes(self, axis: Axis, n_axes: int) -> bool:
-        """Only with the batch in front."""
+        """True if the batch comes first."""
         return axis == 0
 
     def factors(self, use: Use) -> dict[str, Factors]:
-        """``sum_t delta_it x_it^T`` over the places t of the output; with groups it is none such."""
+        """``sum_t delta_it x_it^T`` over the positions t of the output; not available with groups."""
         if self.groups > 1:
             return {}
         places, seen = self._sides(use)
@@ -91,14 +91,14 @@ class ConvolutionRule(UseRule):
         return kernels.inner_rows(output.flatten(1), delta.flatten(1))
 
     def elements_per_sample(self, use: Use) -> int:
-        """What each place sees."""
+        """Number of elements in the windows of all positions."""
         places, _ = self._sides(use)
         return math.prod(self.shape[1:]) * self.groups * places.shape[2]
 
     def _sides(self, use: Use) -> tuple[Tensor, Tensor]:
-        """The side with one vector for each place, ``[B, C, T]``, and the padded one, of which each place sees a part.
+        """Return the side with one vector per position, ``[B, C, T]``, and the padded side that provides the windows.
 
-        A convolution looks at its input from the places of its output, a transposed one the other way round.
+        A convolution sees windows of its input at the positions of its output, a transposed one the other way round.
         """
         delta, x = use.delta, use.input.to(use.delta.dtype)
         if self.output_padding is None:
@@ -113,7 +113,7 @@ class ConvolutionRule(UseRule):
         return x.flatten(2), _padded(delta, padding)
 
     def _windows(self, x: Tensor) -> Tensor:
-        """What each place sees: ``[n, C k, T]``, a copy."""
+        """Return the window of each position: ``[n, C k, T]``, a copy."""
         x = x.contiguous()
         kernel = tuple(self.shape[2:])
         view = _view(tuple(x.shape), kernel, self.stride, self.dilation)
@@ -121,14 +121,14 @@ class ConvolutionRule(UseRule):
 
 
 def _padded(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
-    """With zeros around; cut where the padding is negative."""
+    """Pad with zeros; crop where the padding is negative."""
     sides = [size for pair in reversed(padding) for size in pair]
     return functional.pad(x, sides) if any(sides) else x
 
 
 @lru_cache(256)
 def _view(shape: Sizes, kernel: Sizes, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes]:
-    """Sizes and strides of the windows ``[n, C, *kernel, *places]`` over a contiguous tensor of this shape."""
+    """Return sizes and strides of the windows ``[n, C, *kernel, *places]`` over a contiguous tensor of this shape."""
     steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     places = [
         (size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(shape[2:], kernel, stride, dilation, strict=True)

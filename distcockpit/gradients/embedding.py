@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of a row is the sum of the output gradients where the index is that row."""
+"""Embeddings: the gradient of a row is the sum of the output gradients at the positions with its index."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class EmbeddingRule(UseRule):
         return kernels.inner_rows(v.to(delta.dtype)[index].flatten(1), delta.flatten(1))
 
     def rows(self, use: Use, samples: slice) -> Rows:
-        """The rows that are not zero; found without waiting for the device."""
+        """Return the nonzero rows, without waiting for the device."""
         index, delta = (t[samples] for t in self._occurrences(use))
         index = index.contiguous()
         ordered = index.sort(1).values
-        first = torch.searchsorted(ordered, index)  # where each token comes first
+        first = torch.searchsorted(ordered, index)  # where each token first occurs
         values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
         return Rows(ordered, values, self.n_rows)
 
     def _occurrences(self, use: Use) -> tuple[Tensor, Tensor]:
-        """Which row each position of a sample takes, ``[B, T]``, and its output gradient, ``[B, T, E]``."""
+        """Return the row that each position of a sample selects, ``[B, T]``, and its output gradient, ``[B, T, E]``."""
         delta = use.delta.flatten(1, -2) if use.delta.dim() > 2 else use.delta.unsqueeze(1)
         index = use.input.reshape(delta.shape[:2]).long()
         if self.padding is None:

@@ -1,4 +1,4 @@
-"""Individual gradients that need not be formed: sums of outer products, and those with few rows."""
+"""Individual gradients that need not be formed: sums of outer products, and gradients with few nonzero rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Factors:
-    """``g_i = sum_t delta_it x_it^T``, for a parameter seen as a matrix ``[O, I]``.
+    """``g_i = sum_t delta_it x_it^T``, for a parameter viewed as a matrix ``[O, I]``.
 
-    A linear layer has T = 1, or as many as its input has positions; a convolution has one for each place of its output.
+    For a linear layer, T is 1, or the number of positions of its input; for a convolution, that of its output
+    positions.
 
     Args:
         delta: Output gradients, ``[B, T, O]``.
         inputs: Maps a range of samples to their inputs, ``[n, T, I]``.
         n_inputs: I.
-        are_windows: Whether the inputs are copies of what overlaps, which take longer to make than to multiply.
+        are_windows: Whether the inputs are copies of overlapping windows, which take longer to make than to multiply.
     """
 
     delta: Tensor
@@ -33,11 +34,11 @@ class Factors:
         return self.delta.shape[1], self.delta.shape[2], self.n_inputs
 
     def of(self, samples: slice) -> tuple[Tensor, Tensor]:
-        """The factors of some samples."""
+        """Return the factors of some samples."""
         return self.delta[samples], self.inputs(samples)
 
     def products(self, samples: slice) -> Tensor:
-        """Individual gradients of some samples, ``[n, O, I]``."""
+        """Return the individual gradients of some samples, ``[n, O, I]``."""
         return products(*self.of(samples))
 
 
@@ -48,10 +49,10 @@ def products(delta: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Individual gradients that are zero but for T rows of a parameter ``[V, E]`` at most: those of an embedding.
+    """Individual gradients with at most T nonzero rows of a parameter ``[V, E]``, such as those of an embedding.
 
     Args:
-        index: Which rows of the parameter, ``[n, T]``. Where one comes several times, all but one are rows of zeros.
+        index: The rows of the parameter, ``[n, T]``. If one occurs several times, all but one are rows of zeros.
         values: These rows, ``[n, T, E]``.
         n_rows: V.
     """
@@ -62,6 +63,6 @@ class Rows:
 
     @property
     def surplus(self) -> int:
-        """How many zeros are not among the values; negative where there are more rows than the parameter has."""
+        """How many zeros are not among the values; negative if there are more rows than the parameter has."""
         n, t, width = self.values.shape
         return n * (self.n_rows - t) * width

@@ -1,4 +1,4 @@
-"""The functions whose calls have a closed form, and what of their arguments it needs."""
+"""The functions whose calls have a closed form, and which of their arguments it needs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Form:
     """A closed form for one call.
 
     Args:
-        rule: Knows the formulas.
+        rule: The rule with the formulas.
         names: The parameters that it serves, by local name.
-        source: Which tensor of the batch is x.
+        source: Index of the batch tensor that is x.
     """
 
     rule: UseRule
@@ -38,7 +38,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Of a call, by name, with the tensors of the batch that it was given and the shape of what it returned."""
+    """The arguments of a call by name, with the batch tensors it was given and the shape of its output."""
 
     named: Mapping[str, Any]
     given: Sequence[Tensor]
@@ -48,26 +48,26 @@ class _Arguments:
         return self.named.get(name)
 
     def tensor(self, name: str) -> Tensor | None:
-        """One that is no parameter."""
+        """Return an argument that is a tensor, but not a parameter."""
         found = self[name]
         return self.given[found.position] if isinstance(found, Given) else None
 
     def shape(self, name: str) -> torch.Size:
-        """Of a parameter, or of another tensor."""
+        """Return the shape of an argument that is a parameter or another tensor."""
         found = self[name]
         return found.shape if isinstance(found, Leaf) else self.given[found.position].shape
 
 
 Found = tuple[UseRule, dict[str, Any], Any]
-"""The rule, what is in the place of its parameters, and of x."""
+"""The rule, and what stands for its parameters and for x."""
 
 
 def closed_form(recording: Recording, given: Sequence[Tensor], output: Any) -> Form | None:
-    """The closed form that serves a call, if there is one.
+    """Return the closed form that serves a call, if there is one.
 
     Args:
         recording: The call.
-        given: The tensors of the batch in it, and the constants.
+        given: The batch tensors in it, and the constants.
         output: What it returned.
     """
     known = FUNCTIONS.get(recording.function)
@@ -107,7 +107,7 @@ def _sum_and_product(call: _Arguments) -> Found | None:
 
 
 def _matrix(part: Any, rule: LinearRule) -> tuple[Any, LinearRule]:
-    """A matrix, or the one that it is the transposed of, and the rule for what stands there."""
+    """Return a matrix, untransposed if it was transposed, with the rule for the argument as it was."""
     if isinstance(part, Made) and part.call.function in TRANSPOSING:
         argument, *axes = part.call.args
         swaps = {axis % 2 for axis in axes} in (set(), {0, 1})
@@ -146,7 +146,7 @@ def _convolution(call: _Arguments, *, transposed: bool = False) -> Found | None:
 
 
 def _each(value: Any, default: int, n: int) -> Sizes:
-    """One number for each spatial axis."""
+    """Return one number per spatial axis."""
     value = default if value is None else value
     return (value,) * n if isinstance(value, int) else tuple(value) * (n // len(value))
 
@@ -182,14 +182,14 @@ def _instance_norm(call: _Arguments) -> Found | None:
 
 
 def _of_channels(call: _Arguments, normalise: Callable[[Tensor], Tensor]) -> Found:
-    """A normalisation whose parameters belong to the axis behind the batch."""
+    """Serve a normalisation whose parameters belong to the axis after the batch."""
     shape = (call.output[1], *[1] * (len(call.output) - 2))
     rule = ScaleRule(shape, normalise, whole=True)
     return rule, {"weight": call["weight"], "bias": call["bias"]}, call["input"]
 
 
 def _given(call: _Arguments, *names: str) -> dict[str, Any]:
-    """Options that the call gives."""
+    """Return the options that the call specifies."""
     return {name: call[name] for name in names if name in call.named}
 
 

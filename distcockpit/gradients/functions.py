@@ -1,10 +1,11 @@
 """Calls of torch functions with parameters.
 
-A mode sees each call inside the model's forward. What is made of parameters and constants alone (``wpe(arange(T))``,
-``-A.exp()``, ``p.expand(B, -1, -1)``) is remembered as the calls that made it. A call that brings such a tensor, or a
-parameter, together with something of the batch is a use: it can be run again by itself, from the parameters on, which
-is exact for whatever the function is. What belongs to the batch is what was computed from the model's batched inputs;
-anything else counts as a constant, which is exact, too, since the samples are told apart at the output of the use.
+A mode sees each call inside the model's forward pass. Tensors made from parameters and constants alone
+(``wpe(arange(T))``, ``-A.exp()``, ``p.expand(B, -1, -1)``) are remembered through the calls that made them. A call that
+combines such a tensor, or a parameter, with something of the batch is a use: it can be run again on its own, starting
+from the parameters, which is exact whatever the function is. What belongs to the batch is what was computed from the
+model's batched inputs; anything else counts as a constant, which is exact too, because the samples are separated at the
+output of the use.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from distcockpit.replay.trees import map_tensors, tensors
 
 
 def called_with(names: Iterable[str]) -> str:
-    """What the calls of functions with these parameters are counted by, and their axes are known by."""
+    """Return the key that counts calls of functions with these parameters, and identifies their axes."""
     return f"{CALLS} with {', '.join(sorted(names))}"
 
 
 def transforms() -> bool:
-    """True if code is inside of `torch.func.vmap`, `grad` or the like, whose tensors are none that could be kept."""
+    """True inside `torch.func.vmap`, `grad` and the like, whose tensors cannot be kept."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -49,7 +50,7 @@ class Functions(nn.Module):
 
     def __init__(self, model: nn.Module, owners: Mapping[str, str]) -> None:
         super().__init__()
-        self._model, self._owners = (model,), owners  # a tuple, since it is no module of this one
+        self._model, self._owners = (model,), owners  # a tuple, so that it is not registered as a submodule
         self._layers: dict[tuple[int, frozenset[tuple[str, str]]], Layer] = {}
 
     @property
@@ -64,7 +65,7 @@ class Functions(nn.Module):
         return {name: every[name] for name in self._owners}
 
     def layer(self, number: int, names: Mapping[str, str], function: Any) -> Layer:
-        """What stands for the call of this number in a forward pass, the same at every step.
+        """Return what stands for a call in a forward pass, the same at every step.
 
         Args:
             number: How often functions were called with these parameters before.
@@ -80,33 +81,33 @@ class Functions(nn.Module):
 
 
 OnUse = Callable[[Recording, list[Tensor], Any, RandomState | None], None]
-"""Called for each use, with the call, the tensors of the batch in it, what it returned, and the random numbers before,
-where it drew some."""
+"""Called for each use, with the call, the batch tensors in it, what it returned, and the random state before it, if it
+drew random numbers."""
 
 
 class Mode(TorchFunctionMode):
-    """A mode that can be taken off where it would disturb."""
+    """A mode that can be removed where it would interfere."""
 
     def __init__(self) -> None:
         super().__init__()
         self._suspended, self._is_on, self._thread = 0, False, threading.get_ident()
-        self.is_muted = False  # while another one sees what is called
+        self.is_muted = False  # while another mode watches
 
     @property
     def is_here(self) -> bool:
-        """True if this is its thread."""
+        """True on the thread it was created on."""
         return self._thread == threading.get_ident()
 
     def mark(self, batch: Iterable[Tensor]) -> None:
-        """These were made while it was away."""
+        """Mark tensors that were made while the mode was away."""
 
     def enter(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         self._is_on = True
         self.__enter__()
 
     def leave(self) -> None:
-        """Look away; what was left on top of the modes stays."""
+        """Stop watching; modes pushed on top of this one stay."""
         if not self._is_on or self not in _get_current_function_mode_stack():
             return
         self._is_on = False
@@ -117,7 +118,7 @@ class Mode(TorchFunctionMode):
             _push_mode(mode)
 
     def begin(self) -> None:
-        """Begin to look, but where modules compute in another way if there is a mode."""
+        """Start watching, except in modules that compute differently if a mode is active."""
         if not _present:
             for kind in ASKING:
                 kind.forward = _without_modes(kind.forward)  # type: ignore[method-assign]
@@ -125,7 +126,7 @@ class Mode(TorchFunctionMode):
         self.enter()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching for good."""
         self.leave()
         if self in _present:
             _present.remove(self)
@@ -134,33 +135,33 @@ class Mode(TorchFunctionMode):
                     kind.forward = vars(kind)["forward"].__wrapped__  # type: ignore[method-assign]
 
     def suspend(self) -> None:
-        """Be away for a module whose code asks whether there is a mode."""
+        """Step aside for a module whose code checks for active modes."""
         if not self._suspended:
             self._was_on = self._is_on
             self.leave()
         self._suspended += 1
 
     def resume(self) -> None:
-        """Be there again."""
+        """Come back after `suspend`."""
         self._suspended -= 1
         if self._was_on and not self._suspended:
             self.enter()
 
 
 OnCall = Callable[[Any, Any, Any, Any], None]
-"""Called for each call, with the function, its arguments (two), and its result."""
+"""Called for each call, with the function, its arguments (args and kwargs), and its result."""
 
 
 class Watch(Mode):
-    """Sees the calls of functions in one forward pass.
+    """Sees the function calls of one forward pass.
 
     Args:
-        parameters: What is looked for, by name.
-        batch_size: Of the pass.
-        device: Of the model.
+        parameters: The parameters to look for, by name.
+        batch_size: The batch size of the pass.
+        device: The device of the model.
         on_use: Called for each use.
-        on_call: Called for each call whose result has no axis as long as the batch.
-        with_gradients: Whether what is made of parameters where gradients are off is a constant.
+        on_call: Called for each call whose result has no axis of the batch's length.
+        with_gradients: Whether tensors made from parameters with gradients disabled are constants.
     """
 
     def __init__(
@@ -178,11 +179,13 @@ class Watch(Mode):
         self._batch_size = batch_size
         self._leaves = {id(p): Leaf(name, p.shape) for name, p in parameters.items()}
         self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
-        self.reshaped: Any = WeakTensorKeyDictionary()  # the shapes before, of tensors that may be no views of them
+        self.reshaped: Any = (
+            WeakTensorKeyDictionary()
+        )  # original shapes of tensors that need not be views of what they were made from
         self._device, self._on_use = device, on_use
 
     def mark(self, batch: Iterable[Tensor]) -> None:
-        """These belong to the batch."""
+        """Mark tensors that belong to the batch."""
         for tensor in batch:
             if id(tensor) not in self._leaves:
                 self._known[tensor] = "batch"
@@ -212,16 +215,18 @@ class Watch(Mode):
                     self.mark(given[:1])
             return result
         has_batch = "batch" in kinds
-        # What a call writes to is kept as it was; constants are kept as they are.
+        # Arguments that a call writes to are kept as they were before; constants are kept as they are.
         kept = [t.detach().clone() if k == 0 and writes(func) else t for k, t in enumerate(given)]
-        before = None if func in FUNCTIONS else RandomState.take(self._device)  # those draw nothing
+        before = (
+            None if func in FUNCTIONS else RandomState.take(self._device)
+        )  # functions with a closed form draw nothing
         result = func(*args, **kwargs)
         output = given[0] if result is None and writes(func) and given[0]._base is None else result
         made = tensors(output)
         drew = before is not None and bool(made) and before.torch_drew()
         if self._with_gradients and not (has_batch or torch.is_grad_enabled()):
             return result  # a constant, such as the vectors of spectral norm
-        if not made or (drew and not has_batch):  # written to a view, or drawn: nobody knows it, so it is not explained
+        if not made or (drew and not has_batch):  # written to a view, or random: not known, so not explained
             self.mark([*made, *given[:1]] if writes(func) else made)
             return result
         recording, batch = self._record(func, args, kwargs, kinds, kept)
@@ -235,7 +240,7 @@ class Watch(Mode):
         return result
 
     def _kind(self, tensor: Tensor) -> ParameterPart | str | None:
-        """A parameter or what was made of some, "batch", or nothing: a constant."""
+        """Return a parameter or a tensor made from some, "batch", or ``None`` for a constant."""
         kind = self._leaves.get(id(tensor)) or self._known.get(tensor)
         if kind is None and tensor.grad_fn is not None and self._batch_size in tensor.shape:
             return "batch"  # from a function that no mode sees, such as an autograd.Function
@@ -244,7 +249,7 @@ class Watch(Mode):
     def _record(
         self, func: Any, args: Any, kwargs: Any, kinds: Sequence[Any], kept: Sequence[Tensor]
     ) -> tuple[Recording, list[Tensor]]:
-        """The call, and the tensors of the batch in it; constants that are as long as the batch are cut with it."""
+        """Record the call and the batch tensors in it; constants of the batch's length are split like the batch."""
         batch: list[Tensor] = []
         parts: list[ParameterPart] = []
         turn = iter(zip(kinds, kept, strict=True))
@@ -273,11 +278,11 @@ ASKED = frozenset({
     *(getattr(Tensor, name).__get__ for name in (*PROPERTIES, "requires_grad", "shape")),
     *(getattr(Tensor, name) for name in METHODS),
 })
-"""What is asked of tensors all the time, and is no tensor."""
+"""Tensor attributes that are read all the time, and are not tensors."""
 
 
 def _opened(function: Any) -> Callable[..., Any]:
-    """The same Python code, which does not ask for modes at its beginning, so that they see what it calls."""
+    """Return the same Python function without its initial check for modes, so that they see what it calls."""
     names = vars(F) | dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
@@ -289,13 +294,13 @@ OPENED = {
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(F, name, None)) is not None
 }
-"""Functions in Python that hold several uses, or a use and the loss."""
+"""Python functions that contain several uses, or a use and the loss."""
 
 ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that compute in another way, by some 1e-6, where there is a mode and nothing is differentiated."""
+"""Modules whose results differ, by about 1e-6, if a mode is active and nothing is differentiated."""
 
 _present: list[Mode] = []
-"""The modes that are on in a step, the innermost last."""
+"""The modes that are active in a step, innermost last."""
 
 
 def _without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,9 +329,9 @@ def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> 
 
     Args:
         model: The bare module.
-        watch: What looks at them.
+        watch: The mode that watches them.
         batch_dim: The batch axis of its inputs.
-        batch_size: Their length there.
+        batch_size: Their length along this axis.
     """
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -345,5 +350,5 @@ def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> 
 
 
 def batched(tree: Any, batch_dim: int, batch_size: int) -> list[Tensor]:
-    """The tensors whose axis ``batch_dim`` is as long as the batch."""
+    """Return the tensors whose axis ``batch_dim`` has the batch's length."""
     return [t for t in tensors(tree) if t.dim() > batch_dim and t.shape[batch_dim] == batch_size]

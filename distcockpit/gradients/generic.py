@@ -1,9 +1,9 @@
-"""Any other module: run it again, and pull back the output gradients of single samples.
+"""Any other module: run it again, and backpropagate the output gradients of single samples.
 
-Where it can be mapped over single samples (`torch.func.vmap`), with their part of the random numbers of the batch, that
-takes about as long as the batch did. Otherwise it is run batched, and output gradients masked to single samples are
-pulled back; that of one sample takes as long as the batch, so it is run on a few samples at a time where that gives
-what the whole batch gives.
+If the module can be mapped over single samples (`torch.func.vmap`), with their share of the batch's random numbers,
+this takes about as long as the batch did. Otherwise it is run batched, and output gradients masked to single samples
+are backpropagated; each sample then takes as long as the batch, so the module is run on a few samples at a time if that
+gives the same results as the whole batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distcockpit.replay.trees import map_tensors, tensors
 logger = logging.getLogger(__name__)
 
 Outputs = dict[int, Tensor]
-"""By position among the tensors of an output, with the batch axis in front."""
+"""By position among the tensors of an output, with the batch axis first."""
 
 Route = Callable[[slice], list[Tensor]]
 """Maps a range of samples to their individual gradients, parameter by parameter."""
@@ -40,20 +40,20 @@ MAPPED, WHOLE = "mapped", 2
 
 @dataclass
 class _Verdict:
-    """By which route a module can be run; asked again at the 1st, 2nd, 4th, 8th, ... call."""
+    """Which route can be used to run a module; checked again at the 1st, 2nd, 4th, 8th, ... call."""
 
     calls: int = 0
     route: int = 0
 
 
 class GenericRule(UseRule):
-    """Exact for every module, and every call, that treats the samples of a batch independently of each other."""
+    """Exact for every module, and every call, that treats the samples of a batch independently."""
 
     def __init__(self) -> None:
         self._verdicts: WeakKeyDictionary[Module, dict[object, _Verdict]] = WeakKeyDictionary()
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
-        """By the fastest route that works; every forward has the random state of the original call."""
+        """Use the fastest route that works; every forward pass has the random state of the original call."""
         again = _Again(use, names, values)
         chosen = self._chosen(use, again)
         use.found[MAPPED] = chosen == 0
@@ -66,16 +66,16 @@ class GenericRule(UseRule):
             except Exception:
                 if chosen == WHOLE:
                     raise
-                route, chosen = again.whole(few=True), WHOLE  # this call is unlike the one that was tried
+                route, chosen = again.whole(few=True), WHOLE  # this call is unlike the one that was checked
                 return dict(zip(names, route(samples), strict=True))
 
         return block
 
     def _chosen(self, use: Use, again: _Again) -> int:
-        """Which of the routes: the first that works."""
+        """Choose the first route that works."""
         if parts.batch_size(use) < 2:
             return WHOLE
-        # What a user's hook keeps must not be what only exists inside of `vmap`.
+        # A user's hook must not keep tensors that only exist inside of `vmap`.
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in use.layer.module.modules())
         call = (parts.batch_axes(use), tuple(use.before.training.values()), use.before.autocast, use.drew, hooked)
         verdict = self._verdicts.setdefault(use.layer.module, {}).setdefault(call, _Verdict())
@@ -85,15 +85,15 @@ class GenericRule(UseRule):
             before, verdict.route = verdict.route, next((k for k in routes if again.works(k)), WHOLE)
             if verdict.calls > 1 and verdict.route > before:
                 logger.warning(
-                    "distcockpit: '%s' (%s) does not treat parts of a batch as it treats the whole any more; rows "
-                    "since the last check may be wrong. It is run in another way now, which is exact, and slower.",
+                    "distcockpit: '%s' (%s) no longer treats parts of a batch the same as the whole batch; rows "
+                    "since the last check may be wrong. From now on it is run in a slower way that is exact.",
                     use.layer.path,
                     type(use.layer.module).__name__,
                 )
         return verdict.route
 
     def elements_per_sample(self, use: Use) -> int:
-        """Of masked output gradients: the whole output, for each sample. Where it is mapped: what the call computes."""
+        """Count the whole output for each sample, for masked output gradients; if mapped, what the call computes."""
         deltas = list(use.output_gradients.values())
         return sum(4 * delta[:1].numel() if use.found.get(MAPPED) else delta.numel() for delta in deltas)
 
@@ -102,17 +102,17 @@ GENERIC = GenericRule()
 
 
 def rule_of(use: Use) -> UseRule:
-    """What serves a call: its closed form, or else running it again."""
+    """Return the rule that serves a call: its closed form, or else running it again."""
     return use.closed or GENERIC
 
 
 class _Again:
-    """A module, run again with leaves of its own for some of its parameters.
+    """A module to be run again with its own leaves for some of its parameters.
 
     Args:
         use: The call.
         names: Local names of the parameters.
-        values: What the parameters of the model were in that call, by full name.
+        values: The values of the model's parameters in that call, by full name.
     """
 
     def __init__(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
@@ -128,10 +128,10 @@ class _Again:
         names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.before.buffers}
         places = slots(module, "_buffers")
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
-        self.routes = (self.mapped, self.in_parts, self.whole)  # the fastest first
+        self.routes = (self.mapped, self.in_parts, self.whole)  # fastest first
 
     def whole(self, few: bool = False) -> Route:
-        """From the whole batch at once; pulled back for a few samples at a time, where more may be asked for."""
+        """Run the whole batch at once; backpropagate a few samples at a time if more may be asked for."""
         outputs = self._run(self._use.args, self._use.kwargs)
 
         def gradients(samples: slice) -> list[Tensor]:
@@ -142,7 +142,7 @@ class _Again:
         return gradients
 
     def mapped(self) -> Route:
-        """From single samples, many at once; NaN for samples whose outputs are not what they are in the whole batch."""
+        """Run single samples, many at once; NaN for samples whose outputs differ from those in the whole batch."""
         use, (drawn, expected) = self._use, self._expected()
 
         def one(rows: list[Tensor], deltas: dict[int, Tensor]) -> tuple[tuple[Tensor, ...], Outputs]:
@@ -157,16 +157,16 @@ class _Again:
             deltas = {p: use.output_gradients[p][samples].to(z.dtype) for p, z in expected.items()}
             rows = [_plain(t) for t in parts.rows_of(use, samples)]
             with self._as_in_the_call(drawn and drawn.for_part(samples)), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that some operations take single samples one after the other
+                warnings.simplefilter("ignore")  # some operations process single samples one by one
                 found, outputs = torch.func.vmap(one, randomness="different")(rows, deltas)
             return self._where_equal(found, outputs, expected, samples)
 
         return gradients
 
     def in_parts(self) -> Route:
-        """From a few samples at a time; NaN for samples whose outputs are not what they are in the whole batch."""
+        """Run a few samples at a time; NaN for samples whose outputs differ from those in the whole batch."""
         drawn, expected = self._expected()
-        latest: dict[int, Outputs] = {}  # by the start of the piece: one sample at a time may be asked for
+        latest: dict[int, Outputs] = {}  # by the start of the piece, as one sample at a time may be asked for
 
         def gradients(samples: slice) -> list[Tensor]:
             found = []
@@ -185,20 +185,20 @@ class _Again:
         return gradients
 
     def _expected(self) -> tuple[Drawn | None, Outputs]:
-        """What the whole batch draws, and gives."""
+        """Return what the whole batch draws and outputs."""
         drawn = Drawn(self._size) if self._use.drew else None
         return drawn, self._run(self._use.args, self._use.kwargs, drawn, with_graph=False)
 
     def _where_equal(
         self, gradients: Sequence[Tensor], rows: Outputs, expected: Outputs, samples: slice
     ) -> list[Tensor]:
-        """NaN for samples whose outputs are not those of the whole batch."""
+        """Replace gradients by NaN for samples whose outputs differ from those of the whole batch."""
         low = self._use.before.autocast is not None or any(z.dtype.itemsize == 2 for z in expected.values())
         agree = parts.rows_agree(rows, expected, samples, 3e-2 if low else 1e-3)
         return [torch.where(agree.view(-1, *[1] * (g.dim() - 1)), g, torch.nan) for g in gradients]
 
     def works(self, route: int) -> bool:
-        """True if the first and the last few samples have the individual gradients that the whole batch gives them."""
+        """True if the first and last few samples get the same individual gradients as with the whole batch."""
         if self.routes[route] == self.in_parts and self._size <= parts.FEW:
             return False
         try:
@@ -211,24 +211,24 @@ class _Again:
                     atol = 1e-3 * float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max()) + 1e-6 * size
                     if not torch.allclose(a, b, rtol=1e-3, atol=atol, equal_nan=True):
                         return False
-        except Exception:  # it cannot be run on a part, whatever it says
+        except Exception:  # it cannot be run on a part, whatever the error says
             return False
         return True
 
     def _pulled_back(self, outputs: Outputs, among: slice, first: int, last: int) -> list[Tensor]:
-        """Individual gradients of the samples ``first`` to ``last`` of those that the outputs are of.
+        """Return the individual gradients of samples ``first`` to ``last`` among those that the outputs belong to.
 
         Args:
-            outputs: Of the module.
-            among: Which samples of the batch these are of.
-            first: Counted among these.
-            last: The one behind.
+            outputs: The outputs of the module.
+            among: The samples of the batch that the outputs belong to.
+            first: Index among these.
+            last: Index after the last one.
         """
         rows = torch.arange(first, last, device=self._device)
         reached = {p: z for p, z in outputs.items() if z.requires_grad}
         deltas = self._use.output_gradients
         masked = [_one_sample_each(deltas[p][among].to(z.dtype), rows) for p, z in reached.items()]
-        with self._use.before.attributes_restored():  # hooks of the user's on tensors write to modules
+        with self._use.before.attributes_restored():  # the user's tensor hooks may write to modules
             found = self._pull_back(list(reached.values()), masked) if reached else [None] * len(self._leaves)
         return [
             leaf.new_zeros(len(rows), *leaf.shape) if gradient is None else gradient
@@ -238,12 +238,12 @@ class _Again:
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Drawn | None = None, *, with_graph: bool = True
     ) -> Outputs:
-        """The outputs that gradients reached in the call."""
+        """Return the outputs that gradients reached in the call."""
         with self._as_in_the_call(drawn), torch.set_grad_enabled(with_graph):
             return self._outputs(args, kwargs, self._leaves)
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> Outputs:
-        """The same, with these in place of the leaves."""
+        """Return the same outputs, with these tensors in place of the leaves."""
         use, present = self._use, dict(zip(map(id, self._leaves), leaves, strict=True))
         copies = {name: buffer.clone() for name, buffer in use.before.buffers.items()}
         state = {slot: present.get(id(tensor), tensor) for slot, tensor in self._state.items()}
@@ -254,7 +254,7 @@ class _Again:
 
     @contextmanager
     def _as_in_the_call(self, drawn: Drawn | None) -> Generator[None, None, None]:
-        """Everything around the module as it was in the call."""
+        """Restore everything around the module as it was in the call."""
         sparse = [m for m in self._module.modules() if getattr(m, "sparse", False) is True]
         try:
             with self._use.before.restored(self._device), kept_activations(), drawn or nullcontext():
@@ -267,7 +267,7 @@ class _Again:
 
 
 def slots(module: Module, kind: str) -> dict[str, Tensor]:
-    """Where a module and those below it hold parameters or buffers: each place once, also if it has several names."""
+    """Return where a module and those below it hold parameters or buffers: each place once, even with several names."""
     return {
         f"{path}.{name}" if path else name: tensor
         for path, owner in module.named_modules()
@@ -277,9 +277,9 @@ def slots(module: Module, kind: str) -> dict[str, Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Detached, and not channels-last.
+    """Return a detached tensor that is not channels-last.
 
-    torch 2.13 crashes in the backward of a group norm whose input is, and vectorises no backward of such.
+    torch 2.13 crashes in the backward of a group norm with a channels-last input, and cannot vectorise such a backward.
     """
     tensor = tensor.detach()
     channels_last = tensor.dim() in (4, 5) and not tensor.is_contiguous()
@@ -287,7 +287,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class _PullBack:
-    """Vector-Jacobian products of many vectors, at once where every operation can, else one after the other."""
+    """Vector-Jacobian products of many vectors, at once if every operation supports it, else one by one."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
@@ -297,7 +297,7 @@ class _PullBack:
         if self._at_once:
             try:
                 return self._grad(outputs, vectors, is_grads_batched=True)
-            except RuntimeError:  # a backward of the user's own, mostly
+            except RuntimeError:  # usually a custom backward
                 self._at_once = False
         rows = [self._grad(outputs, [v[k] for v in vectors]) for k in range(len(vectors[0]))]
         return [
@@ -319,7 +319,7 @@ class _PullBack:
 
 
 def _one_sample_each(delta: Tensor, rows: Tensor) -> Tensor:
-    """Shape ``[n, *delta.shape]``: copy k of ``delta`` with everything but sample ``rows[k]`` set to zero."""
+    """Return shape ``[n, *delta.shape]``: copy k of ``delta`` with everything but sample ``rows[k]`` set to zero."""
     masked = delta.new_zeros(len(rows), *delta.shape)
     masked[torch.arange(len(rows), device=rows.device), rows] = delta[rows]
     return masked

@@ -1,4 +1,4 @@
-"""Individual gradients that are there already: of penalties on parameters, and of parameters in the loss itself."""
+"""Individual gradients that are already known: of penalties on parameters, and of parameters in the loss itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distcockpit.replay.snapshot import Snapshot
 
 
 class GivenRule(UseRule):
-    """The individual gradients are there."""
+    """The individual gradients are already known."""
 
     def blocks(self, use: Use, names: Sequence[str], values: Mapping[str, Tensor]) -> Blocks:
         """See `UseRule.blocks`."""
@@ -19,10 +19,10 @@ class GivenRule(UseRule):
 
 
 def of_samples(name: str, gradients: Tensor) -> Use:
-    """What gives samples these gradients.
+    """Return a use that gives samples these gradients.
 
     Args:
-        name: Of the parameter.
+        name: Name of the parameter.
         gradients: ``[B, *parameter.shape]``.
     """
     layer = Layer("the loss", nn.Identity(), {"p": name}, {"p": name}, is_leaf=True, function="the loss")

@@ -16,7 +16,7 @@ class LinearRule(UseRule):
     """``y = x W^T + b``, on ``[N, in]`` or with further axes, ``[N, *, in]``, which are summed over.
 
     Args:
-        transposed: Whether the layer is ``y = x W + b``, as by `torch.addmm` and `torch.matmul`.
+        transposed: Whether the layer is ``y = x W + b``, as in `torch.addmm` and `torch.matmul`.
     """
 
     def __init__(self, *, transposed: bool = False) -> None:
@@ -59,7 +59,7 @@ class LinearRule(UseRule):
         if "sequences" in use.found:
             return use.found["sequences"]
         delta, x = use.delta, use.input
-        if delta.dim() > 2 or x.dtype != delta.dtype:  # these may be copies, which should not stay
+        if delta.dim() > 2 or x.dtype != delta.dtype:  # these may be copies, which should not be kept
             delta, x = (t if t.dim() > 2 else t.unsqueeze(1) for t in (delta, x.to(delta.dtype)))
             return delta.flatten(1, -2), x.flatten(1, -2)
         use.found["sequences"] = delta.unsqueeze(1), x.unsqueeze(1)

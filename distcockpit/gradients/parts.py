@@ -1,4 +1,4 @@
-"""A module on a part of the batch: its inputs, its random numbers, and whether it gives what it gave for the whole."""
+"""A module on a part of the batch: its inputs, its random numbers, and whether it gives the same as on the whole."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distcockpit.gradients.uses import Axes, Axis, Folded, Use, from_front, to_front
 from distcockpit.replay.trees import map_tensors, tensors
 
-FEW = 8  # samples that a module is run on together: fewer leave less to do for nothing, more have less overhead
+FEW = 8  # samples to run a module on together: fewer waste less work, more have less overhead
 
 
 def pieces(samples: slice, size: int) -> list[slice]:
-    """The parts of a batch of this size that hold these samples; they do not depend on which are asked for."""
+    """Return the parts of a batch of this size that contain these samples; boundaries do not depend on the request."""
     starts = range(samples.start // FEW * FEW, samples.stop, FEW)
     return [slice(start, min(start + FEW, size)) for start in starts]
 
 
 def split(samples: slice) -> list[slice]:
-    """A few samples each."""
+    """Split into a few samples each."""
     starts = range(samples.start, samples.stop, FEW)
     return [slice(start, min(start + FEW, samples.stop)) for start in starts]
 
 
 def batch_size(use: Use) -> int:
-    """How many samples a call had."""
+    """Return the number of samples of a call."""
     return len(next(iter(use.output_gradients.values())))
 
 
 def batch_axes(use: Use) -> Axes:
-    """Which axis of each input is cut."""
+    """Return the axis along which each input is split."""
     return tuple(_batch_axis(use, tensor) for tensor in tensors((use.args, use.kwargs)))
 
 
 def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of some samples."""
+    """Return the inputs of some samples."""
 
     def cut(tensor: Tensor) -> Tensor:
         axis = _batch_axis(use, tensor)
@@ -48,13 +48,13 @@ def inputs_of(use: Use, samples: slice) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def rows_of(use: Use, samples: slice) -> list[Tensor]:
-    """The inputs that have a batch axis, of some samples, with that axis in front."""
+    """Return the inputs with a batch axis, for some samples, with that axis first."""
     cut = zip(tensors((use.args, use.kwargs)), batch_axes(use), strict=True)
     return [to_front(tensor, axis)[samples] for tensor, axis in cut if axis is not None]
 
 
 def of_one(use: Use, rows: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs as a batch of one sample, which has these rows."""
+    """Return the inputs as a batch of one sample, which has these rows."""
     left = iter(rows)
 
     def exchange(tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def of_one(use: Use, rows: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _batch_axis(use: Use, tensor: Tensor) -> Axis:
-    """Which axis of an input is as long as the batch: first that which is the batch in the output."""
+    """Return the axis of an input that has the batch's length, preferring the batch axis of the output."""
     first, n = next((axis for axis in use.axes if axis is not None), 0), batch_size(use)
     if isinstance(first, Folded):
         length, first_axis = first.outer * n * first.inner, first.axis
@@ -76,12 +76,12 @@ def _batch_axis(use: Use, tensor: Tensor) -> Axis:
 
 
 def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], samples: slice, tolerance: float) -> Tensor:
-    """For each sample whether all its outputs are the same but for rounding, bool ``[n]``; waits for no device.
+    """Return whether all outputs of each sample are equal up to rounding, bool ``[n]``; does not wait for a device.
 
     Args:
         found: Outputs of some samples.
         expected: Those of the whole batch.
-        samples: Which these are.
+        samples: The samples that were run.
         tolerance: Relative to the largest output of the batch.
     """
     agree = []
@@ -94,10 +94,10 @@ def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], samp
 
 
 class Drawn(TorchDispatchMode):
-    """What a call draws for the whole batch; then each part of the batch is given its own.
+    """Records what a call draws for the whole batch; then gives each part of the batch its share.
 
     Args:
-        size: Of the batch.
+        size: Size of the batch.
     """
 
     def __init__(self, size: int) -> None:
@@ -106,7 +106,7 @@ class Drawn(TorchDispatchMode):
         self._size, self._part, self._next = size, slice(0, size), -1
 
     def for_part(self, part: slice) -> Self:
-        """From now on, hand out what was kept."""
+        """From now on, replay the recorded numbers for this part."""
         self._part, self._next = part, 0
         return self
 
@@ -123,9 +123,9 @@ class Drawn(TorchDispatchMode):
         return result
 
     def _of_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """The samples of the part, which may have several rows each (heads of attention).
+        """Return the samples of the part, which may have several rows each (attention heads).
 
-        Where samples are mapped, they have an axis of their own, in front of the shape of a batch of one.
+        If samples are mapped, they have an axis of their own, before the shape of a batch of one.
         """
         if whole.shape == shape:
             return whole

@@ -1,4 +1,4 @@
-"""A call of a torch function as it was recorded, so that it can be run again from the parameters on."""
+"""A recorded call of a torch function, which can be run again starting from the parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WRITING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv
 
 
 class ParameterPart(ABC):
-    """Stands in recorded arguments for a tensor that is not a constant."""
+    """A placeholder in recorded arguments for a tensor that is not a constant."""
 
     parameters: frozenset[str] = frozenset()
 
     @abstractmethod
     def value(self, again: Again) -> Tensor:
-        """The tensor, when the call is run again."""
+        """Return the tensor, when the call is run again."""
 
 
 class Given(ParameterPart):
@@ -61,7 +61,7 @@ class Made(ParameterPart):
 
 
 class Again:
-    """One run of recorded calls: the parameters, the tensors of the batch, and what was made on the way."""
+    """One run of recorded calls: the parameters, the batch tensors, and intermediate results."""
 
     def __init__(self, leaves: Mapping[str, Tensor], given: Sequence[Tensor]) -> None:
         self.leaves, self.given = leaves, given
@@ -69,14 +69,14 @@ class Again:
 
 
 class Recording:
-    """A call of a function, with parts in place of the tensors that are not constant.
+    """A function call, with placeholders for the tensors that are not constant.
 
     Args:
-        function: What was called.
-        args: With parts in it.
+        function: The called function.
+        args: The arguments, with placeholders.
         kwargs: Likewise.
-        parts: All of them.
-        shapes: Of the tensors of the batch.
+        parts: All placeholders.
+        shapes: The shapes of the batch tensors.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Recording:
         self.constants += [t for part in parts if isinstance(part, Made) for t in part.call.constants]
 
     def run(self, again: Again) -> Any:
-        """What the function returns, or has written to, with gradients where it had them."""
+        """Return what the function returns, or has written to, with gradients where it had them."""
         cut, is_written_to = self._cut(again.given), writes(self.function)
 
         def fill(leaf: Any) -> Any:
@@ -112,12 +112,12 @@ class Recording:
             return args[0] if result is None else result
 
     def _cut(self, given: Sequence[Tensor]) -> tuple[int, int, int] | None:
-        """The axis on which fewer samples are run now, with the number of samples before and now.
+        """Return the axis on which fewer samples are run now, with the number of samples before and now.
 
-        What was made for all samples, such as ``p.expand(B, -1, -1)``, is cut there. If its rows differ, the outputs do
-        not agree with those of the whole batch, which is looked at wherever a part of it is run.
+        Tensors made for all samples, such as ``p.expand(B, -1, -1)``, are cut along it. If their rows differ, the
+        outputs do not match those of the whole batch, which is checked wherever a part of it is run.
         """
-        for before, tensor in zip(self._shapes, given, strict=False):  # without shapes: nothing of the batch
+        for before, tensor in zip(self._shapes, given, strict=False):  # without shapes, nothing belongs to the batch
             for axis, (size, length) in enumerate(zip(before, tensor.shape, strict=True)):
                 if size != length:
                     return axis, size, length
@@ -125,10 +125,10 @@ class Recording:
 
 
 class Call(nn.Module):
-    """A recorded call as a module, so that it can be run again as modules are.
+    """A recorded call as a module, so that it can be run again like one.
 
     Args:
-        names: The parameters that it takes: their names in the model, by local name.
+        names: The parameters it takes: their names in the model, by local name.
         parameters: Of the model, by name.
     """
 

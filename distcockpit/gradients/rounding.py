@@ -1,10 +1,10 @@
-"""When a variance may be taken from sums that were rounded to float32: autograd's G, and norms from Gram matrices.
+"""When a variance may be computed from sums rounded to float32: autograd's G, and norms from Gram matrices.
 
-``V = S2 - N |G|^2`` is a difference. Sums in float64 over the very gradients that were squared lose nothing in it, and
-cost as much as the products of the backward pass once more. Where V is not small against S2, what autograd has summed
-up in float32 does as well. How much rounding may be in it is bounded as in Higham and Mary 2019, "A new approach to
-probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, for errors that are independent: a sum of K products is
-wrong by ``u sqrt(K)`` times the root of the sum of their squares, with u the unit roundoff. The squares of all products
+``V = S2 - N |G|^2`` is a difference. float64 sums over exactly the gradients that were squared lose nothing in it, but
+cost as much as the matrix products of the backward pass. If V is not small compared to S2, autograd's float32 sums
+serve just as well. Their rounding error is bounded as in Higham and Mary 2019, "A new approach to probabilistic
+rounding error analysis", SIAM J. Sci. Comput. 41, for independent errors: a sum of K products has an error of
+``u sqrt(K)`` times the root of the sum of their squares, with u the unit roundoff. The squares of all products
 of a linear layer on sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
 """
 
@@ -23,11 +23,11 @@ from distcockpit.gradients.statistics import SquaredNorms, grams
 from distcockpit.gradients.uses import MicroBatch, Use
 
 TOLERANCE = 1e-4
-"""The largest part of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
+"""The largest share of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
 
 
 def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Factors]:
-    """The parameters whose individual gradients are sums over sequences, and nothing else; by name, with factors."""
+    """Return the parameters whose individual gradients are only sums over sequences; by name, with factors."""
     uses: dict[str, list[tuple[Use, str]]] = defaultdict(list)
     for batch in batches:
         for use in batch.uses:
@@ -48,11 +48,11 @@ def _pays(t: int, o: int, i: int) -> bool:
 
 
 class RoundedNorms(SquaredNorms):
-    """``sum_i |g_i|^2`` in the precision of the factors, and what bounds its rounding, and that of autograd's sums.
+    """``sum_i |g_i|^2`` in the precision of the factors, with bounds on its rounding and that of autograd's sums.
 
     Args:
-        parameters: By name.
-        factors: Of some of these.
+        parameters: The parameters, by name.
+        factors: The factors of some of these.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], factors: Mapping[str, Factors]) -> None:
@@ -61,7 +61,7 @@ class RoundedNorms(SquaredNorms):
         self._squares: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # of the rows of both factors
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Where they pay."""
+        """True if factors pay off."""
         return _pays(t, o, i)
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
@@ -72,11 +72,11 @@ class RoundedNorms(SquaredNorms):
         self._squares[name].append((_diagonal(first), _diagonal(second)))
 
     def pooled(self, name: str, norms: SquaredNorms) -> Tensor:
-        """What ranks add up: S2, a bound on its error, and the square of one on that of ``N |G|``; float64 ``[3]``.
+        """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``.
 
         Args:
-            name: Of the parameter; without factors there is no rounding.
-            norms: Of all parameters.
+            name: Name of the parameter; without factors there is no rounding.
+            norms: The norms of all parameters.
         """
         squares, factors = norms.values[name], self._factors.get(name)
         if factors is None:
@@ -89,7 +89,7 @@ class RoundedNorms(SquaredNorms):
         t, o, i = factors.sizes
         kind = torch.finfo(factors.delta.dtype)
         spread, unit = of_delta @ of_x, kind.eps / 2
-        # What Gram matrices lose whose elements are too small for their type.
+        # The loss of Gram matrices whose elements are too small for their type.
         underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
         error = 3 * unit * max(t, o, i) ** 0.5 * (spread + squares) + underflow
         return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
@@ -100,16 +100,16 @@ def _diagonal(gram: Tensor) -> Tensor:
 
 
 def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> list[str]:
-    """The parameters of which V may hold more rounding than is tolerated; on all ranks the same.
+    """Return the parameters whose V may contain more rounding than is tolerated; the same on all ranks.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         pooled: What `RoundedNorms.pooled` gave, added over ranks, float64 ``[parameters, 3]``.
         mean_squared: ``|G|^2``, float64 ``[parameters]``.
         n: N.
     """
     squares, error, of_sum = pooled.unbind(1)
     bound = error + 2 * (mean_squared * of_sum).sqrt()
-    # Infinite squares may have overflowed in float32 only. NaN comes from a rank that failed: it will not pool again.
+    # Infinite squares may only have overflowed in float32. NaN comes from a failed rank: it will not pool again.
     are_more = (bound > 0) & ((bound > TOLERANCE * (squares - n * mean_squared)) | squares.isposinf())
     return [names[k] for k in are_more.nonzero().flatten().tolist()]

@@ -12,13 +12,13 @@ from distcockpit.gradients.uses import Axis, Blocks, Use, UseRule, place
 
 @dataclass(frozen=True)
 class ScaleRule(UseRule):
-    """``sum_t delta_it n(x)_it`` and ``sum_t delta_it``, over all that w and b are broadcast over.
+    """``sum_t delta_it n(x)_it`` and ``sum_t delta_it``, over everything that w and b are broadcast over.
 
     Args:
-        shape: Of w and b on the last axes of the output.
-        normalise: n, of samples on the first axis; ``None`` is the identity.
-        sign: Of b.
-        whole: Whether n needs the axes as they are.
+        shape: Shape of w and b, on the last axes of the output.
+        normalise: n, with samples on the first axis; ``None`` is the identity.
+        sign: Sign of b.
+        whole: Whether n needs the axes unchanged.
     """
 
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class ScaleRule(UseRule):
     whole: bool = False
 
     def takes(self, axis: Axis, n_axes: int) -> bool:
-        """Where the batch axis is in front of those of the parameters."""
+        """True if the batch axis comes before those of the parameters."""
         if axis is None or (self.whole and axis != 0):
             return False
         return place(axis) + len(self.shape) < n_axes

@@ -2,7 +2,7 @@
 
 A statistic is an accumulator. ``outer`` takes the factors of ``g_i = delta_i x_i^T`` and ``sequence`` those of
 ``g_i = sum_t delta_it x_it^T``, and neither forms the products; ``block`` takes formed individual gradients
-``[n, *parameter.shape]``, or a part of them. ``samples`` says which samples of the local batch they belong to.
+``[n, *parameter.shape]``, or a part of them. ``samples`` tells which samples of the local batch they belong to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE = slice(None)
 
 
 class Statistic(ABC):
-    """An accumulator over individual gradients. Abstract; the simplest has `outer` and `block`."""
+    """An abstract accumulator over individual gradients; the simplest one defines `outer` and `block`."""
 
     @abstractmethod
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
@@ -35,44 +35,44 @@ class Statistic(ABC):
         """Add formed individual gradients of parameter ``name``, or of a part of its first axis."""
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """True if factors ``[n, T, O]`` and ``[n, T, I]`` are cheaper to use than to be multiplied first."""
+        """True if using factors ``[n, T, O]`` and ``[n, T, I]`` is cheaper than multiplying them first."""
         return t == 1
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """Add samples whose individual gradients are ``sum_t delta_it x_it^T``; only where factors are preferred."""
+        """Add samples with individual gradients ``sum_t delta_it x_it^T``; only called if factors are preferred."""
         raise NotImplementedError(f"{type(self).__name__} prefers factors, so it must define sequence().")
 
     @property
     def takes_rows(self) -> bool:
-        """True if `rows` is there for individual gradients that are mostly zero."""
+        """True if `rows` is defined, for individual gradients that are mostly zero."""
         return False
 
     def rows(self, name: str, rows: Rows) -> None:
-        """Add samples whose individual gradients have few rows that are not zero; only where these are taken."""
+        """Add samples whose individual gradients have few nonzero rows; only called if `takes_rows`."""
         raise NotImplementedError(f"{type(self).__name__} takes rows, so it must define rows().")
 
     @property
     def goes_along(self) -> bool:
-        """True if this statistic may ask whole calls of a layer, by `of_use`."""
+        """True if this statistic may query whole calls of a layer, with `of_use`."""
         return False
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
-        """What this statistic wants to know of the calls of a layer, if that needs no individual gradient.
+        """Return what this statistic needs to know about the calls of a layer, if that needs no individual gradient.
 
         Args:
             use: A call of a layer.
-            parameters: Those of its parameters that are asked for: local name -> name in the model.
+            parameters: The parameters asked for: local name -> name in the model.
         """
         return None
 
     def take(self, values: Tensor, samples: slice) -> None:
-        """Add what `of_use` said."""
+        """Add what `of_use` returned."""
 
 
 def vector(
     parameters: Mapping[str, Tensor], make: Callable[..., Tensor] = torch.zeros
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A vector, float64 ``[P]``, and its parts in the shape of the parameters."""
+    """Return a vector, float64 ``[P]``, and its parts in the shapes of the parameters."""
     sizes = [p.numel() for p in parameters.values()]
     device = next((p.device for p in parameters.values()), None)
     flat = make(sum(sizes), dtype=torch.float64, device=device)
@@ -104,7 +104,7 @@ class GradientSum(Statistic):
 
     @property
     def takes_rows(self) -> bool:
-        """They are added where they belong."""
+        """Rows are added where they belong."""
         return True
 
     def rows(self, name: str, rows: Rows) -> None:
@@ -118,8 +118,8 @@ class GradientSum(Statistic):
 class PowerSums(GradientSum):
     """``sum_i g_i`` and ``sum_i g_i^2``, element by element, by parameter, in float64.
 
-    float64 because ``N G^2`` is subtracted later: squares of float32 numbers are exact in float64, and a difference
-    of sums of them loses nothing that the individual gradients had.
+    In float64, because ``N G^2`` is subtracted later: squares of float32 numbers are exact in float64, and a difference
+    of such sums loses nothing that the individual gradients had.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ class PowerSums(GradientSum):
         matrix.addmm_(delta.double().square().T, x.double().square())
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Squares of sums over t are not sums of squares."""
+        """Never: squares of sums over t are not sums of squares."""
         return t == 1
 
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
@@ -155,7 +155,7 @@ class SquaredNorms(Statistic):
         self.values = dict(zip(parameters, self.flat.unbind(), strict=True))
 
     def replace(self, other: SquaredNorms) -> None:
-        """Take over what another has, of its parameters."""
+        """Take over the values of another one, for its parameters."""
         for name, value in other.values.items():
             self.values[name].copy_(value)
 
@@ -164,15 +164,15 @@ class SquaredNorms(Statistic):
         self.values[name] += kernels.inner_rows(delta, delta) @ kernels.inner_rows(x, x)
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
-        """Where two matrices ``[T, T]`` in float64 cost less than one of the shape of the parameter."""
+        """True if two float64 matrices ``[T, T]`` cost less than one of the shape of the parameter."""
         return t == 1 or 4 * t * (o + i) < o * i
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
-        """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, as terms may cancel."""
+        """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, because terms may cancel."""
         self.add_gram(name, *grams(delta.double(), x.double()))
 
     def add_gram(self, name: str, first: Tensor, second: Tensor) -> None:
-        """Add the inner products of inner products, ``[n, T, T]`` both."""
+        """Add the inner products of inner products, both ``[n, T, T]``."""
         self.values[name] += kernels.inner_rows(first.flatten(1), second.flatten(1)).clamp_(min=0).sum()
 
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
@@ -190,19 +190,19 @@ class SquaredNorms(Statistic):
 
 
 def _of(tensor: Tensor, part: slice) -> Tensor:
-    return tensor if part == WHOLE else tensor[part]  # a number has no axis
+    return tensor if part == WHOLE else tensor[part]  # a scalar has no axis
 
 
 def grams(*factors: Tensor) -> list[Tensor]:
-    """Inner products of the rows of each sample with one another: ``[n, T, T]`` from ``[n, T, I]``."""
+    """Return the inner products between the rows of each sample: ``[n, T, T]`` from ``[n, T, I]``."""
     return [torch.bmm(factor, factor.transpose(1, 2)) for factor in factors]
 
 
 class Projection(Statistic):
-    """``<g_i, v_k>`` for every sample of the local batch and K vectors without common parameters: float64 ``[K, B]``.
+    """``<g_i, v_k>`` for every sample of the local batch and K vectors with disjoint parameters: float64 ``[K, B]``.
 
-    With ``in_double`` products are in float64 where a layer has one for each sample: the variance of the projections
-    over samples may be small against their mean.
+    With ``in_double``, products are in float64 for layers with one product per sample: the variance of the projections
+    over samples may be small compared to their mean.
     """
 
     def __init__(
@@ -213,13 +213,13 @@ class Projection(Statistic):
         *,
         in_double: bool = False,
     ) -> None:
-        """Without ``parts``, there is one vector: the direction.
+        """Initialise; without ``parts``, the direction is the only vector.
 
         Args:
-            direction: All of them together, by parameter.
+            direction: All vectors together, by parameter.
             batch_size: B.
-            parts: The parameters of each.
-            in_double: Whether products of a layer that has one for each sample are in float64.
+            parts: The parameters of each vector.
+            in_double: Whether products of layers with one product per sample are in float64.
         """
         self.direction, self._in_double = direction, in_double
         self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
@@ -228,7 +228,7 @@ class Projection(Statistic):
 
     @property
     def goes_along(self) -> bool:
-        """Always: where blocks are not formed for others, the derivative of the output is cheaper."""
+        """Always: unless blocks are formed for others, the derivative of the output is cheaper."""
         return True
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:

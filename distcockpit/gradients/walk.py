@@ -14,9 +14,9 @@ from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import WHOLE, Statistic
 from distcockpit.gradients.uses import Materialized, MicroBatch, Use
 
-BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks leave matrix products without work
-CACHED_ELEMENTS = 400_000  # of products that statistics find in a CPU's cache, beside sums in float64
-FEWEST_ROWS = 32  # of products, so that the matrix products stay fast
+BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks give matrix products too little work
+CACHED_ELEMENTS = 400_000  # products that fit a CPU's cache along with float64 sums, when statistics read them
+FEWEST_ROWS = 32  # of products, to keep matrix products fast
 
 
 @torch.no_grad()
@@ -30,26 +30,26 @@ def walk(
 ) -> int:
     """Feed the individual gradients of all tracked parameters to ``statistics``.
 
-    What follows from the factors of a layer is taken from them. Where a statistic needs formed gradients, they come in
-    blocks of samples; the blocks of several uses of a parameter are added first, because the gradient of a sample is
+    Whatever follows from the factors of a layer is computed from them. If a statistic needs formed gradients, they come
+    in blocks of samples; the blocks of several uses of a parameter are added first, because the gradient of a sample is
     the sum over the uses.
 
     Args:
-        batches: The micro-batches of the step; their samples are numbered through.
+        batches: The micro-batches of the step; their samples are numbered consecutively.
         values: The parameters of the model by name, as they were in the forward pass.
         tracked: Names of the tracked ones. A tracked parameter without a use has individual gradients that are
             zero, and they count.
         statistics: Accumulators; all of them see the same blocks while these are in cache.
-        block_elements: Elements of a block, and of what is needed to form it; at least one sample.
-        keep: Bytes of formed individual gradients that may stay in the micro-batches for the next walk.
+        block_elements: Maximum elements of a block and of what is needed to form it; it holds at least one sample.
+        keep: Bytes of formed individual gradients that may be kept in the micro-batches for the next walk.
 
     Returns:
-        How many bytes may still be kept.
+        The number of bytes that may still be kept.
     """
     if not statistics or not tracked:
         return keep
     start, left = 0, keep
-    with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under one
+    with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under autocast
         for batch in batches:
             if batch.batch_size:
                 rest = [name for name in tracked if not _from_formed(name, batch, start, statistics)]
@@ -63,7 +63,7 @@ def walk(
 
 
 def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
-    """Feed what an earlier walk formed and kept, if it did."""
+    """Feed what an earlier walk formed and kept, if anything."""
     for samples, part, gradients in batch.materialized.get(name, ()):
         for statistic in statistics:
             statistic.block(name, gradients, slice(start + samples.start, start + samples.stop), part)
@@ -83,7 +83,7 @@ class _UseTuple(tuple[Use, ...]):
 
 
 def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[str]]:
-    """Parameters that have the same uses go together: a weight and its bias, mostly."""
+    """Group parameters that have the same uses, usually a weight and its bias."""
     uses: dict[str, list[Use]] = {name: [] for name in tracked}
     for use in batch.uses:
         for name in use.layer.parameters.values():
@@ -96,7 +96,7 @@ def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[
 
 
 class _Group:
-    """The parameters that the same uses serve."""
+    """The parameters that are served by the same uses."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class _Group:
             self._factors = {local[n]: factors for n, factors in rule_of(use).factors(use).items() if n in local}
 
     def feed(self, statistics: Sequence[Statistic], keep: int) -> Materialized:
-        """Let every statistic see every sample.
+        """Show every sample to every statistic.
 
         Args:
             statistics: Accumulators.
             keep: Bytes of formed individual gradients that may be kept.
 
         Returns:
-            Those that the next walk should not form again.
+            The gradients that the next walk should not have to form again.
         """
         by_elements = [statistic for statistic in statistics if not statistic.goes_along]
         left, forms_blocks = list(statistics), bool(by_elements) and self._forms_blocks(by_elements)
@@ -145,11 +145,11 @@ class _Group:
         return materialized
 
     def _bytes(self, names: Sequence[str]) -> int:
-        """Of the individual gradients of these parameters."""
+        """Return the size of the individual gradients of these parameters."""
         return self._batch_size * sum(self._values[name].numel() * self._values[name].element_size() for name in names)
 
     def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
-        """True if the larger part of the individual gradients will be formed for these."""
+        """True if most of the individual gradients will be formed for these statistics."""
         if len(self._uses) != 1:
             return True
         formed = [n for n in self._names if n not in self._factors or not _all_prefer(statistics, self._factors[n])]
@@ -157,21 +157,21 @@ class _Group:
         return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
 
     def _along(self, statistic: Statistic) -> bool:
-        """True if the statistic took what it wants from whole uses."""
+        """True if the statistic got what it needs from whole uses."""
         taken = []
         for use, local in zip(self._uses, self._locals, strict=True):
             found = statistic.of_use(use, local)
             if found is None:
                 return False
             taken.append(found)
-        if not taken:  # a parameter that no layer used: its individual gradients are zero, and count
+        if not taken:  # no layer used the parameter: its individual gradients are zero, and count
             return False
         for values in taken:
             statistic.take(values, self._numbered(slice(0, self._batch_size)))
         return True
 
     def _from_rows(self, statistics: Sequence[Statistic]) -> bool:
-        """Feed the rows that are not zero, if there are few and every statistic takes them."""
+        """Feed the nonzero rows, if there are few and every statistic takes them."""
         if len(self._uses) != 1 or not all(statistic.takes_rows for statistic in statistics):
             return False
         (use,) = self._uses
@@ -200,7 +200,7 @@ class _Group:
         return True
 
     def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, slice, str, Tensor]]:
-        """Individual gradients of ``names``: some samples, and a part of the first axis."""
+        """Yield individual gradients of ``names``: samples, part of the first axis, name, and gradients."""
         for name in names:
             if name in self._factors:
                 yield from self._products(name, self._factors[name])
@@ -226,7 +226,7 @@ class _Group:
                     yield samples, WHOLE, name, self._values[name].new_zeros(()).expand(shape)
 
     def _products(self, name: str, factors: Factors) -> Iterator[tuple[slice, slice, str, Tensor]]:
-        """Of one parameter, multiplied a few rows at a time, so that its statistics read them from the cache."""
+        """Multiply the factors of a parameter a few rows at a time, so that statistics read them from the cache."""
         (t, o, i), shape = factors.sizes, self._values[name].shape
         cached = factors.delta.is_cpu and not factors.are_windows
         most = min(CACHED_ELEMENTS, self._block_elements) if cached else self._block_elements
@@ -247,7 +247,7 @@ class _Group:
 
 
 def even_pieces(n: int, most: int) -> Iterator[slice]:
-    """``range(n)`` in as few pieces as hold no more than this each, at least one, and about the same."""
+    """Split ``range(n)`` evenly into as few pieces as possible of at most this size each, at least one."""
     size = -(-n // -(-n // max(1, most))) if n else 1
     for first in range(0, n, size):
         yield slice(first, min(first + size, n))

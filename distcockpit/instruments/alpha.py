@@ -13,7 +13,7 @@ from distcockpit.instruments.picture import BLACK, BLUE, GREY, ORANGE, Bars, Lev
 
 @instrument("step size", Alpha={"alpha": "step"})
 def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Alpha by step and its distribution; shaded above 0, where steps overshoot the minimum of the fit, and below.
+    """Alpha by step and its distribution; shaded where steps overshoot the minimum of the fit (above 0) or fall short.
 
     Schneider et al. 2021, arXiv:2102.06604, section 3.1 and figure 3.
     """
@@ -33,7 +33,7 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
             Zone(-np.inf, 0, BLUE, "short"),
             Level(0, "to the minimum"),
             Line(x, y, "each row", GREY, "points"),
-            Line(x, median, f"median of {window}", BLACK),
+            Line(x, median, f"rolling median of {window}", BLACK),
         ],
         scale="asinh",
         right=Bars(*distribution(y, bins)),

@@ -85,7 +85,7 @@ def left_out(array: xr.DataArray) -> str:
     words = (
         [f"{shown.shape[1]} of {array.shape[1]} names"] if shown.ndim > 1 and shown.shape[1] < array.shape[1] else []
     )
-    return ", ".join([*words, *([f"{rows} of {all_rows} rows, at equal distances"] if rows < all_rows else [])])
+    return ", ".join([*words, *([f"{rows} of {all_rows} rows, evenly spaced"] if rows < all_rows else [])])
 
 
 def some(array: xr.DataArray) -> xr.DataArray:

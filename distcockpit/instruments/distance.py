@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import BLUE, RED, Picture
 
 @instrument("step size", Distance={"total": "step"}, UpdateSize={"total": "step"})
 def distance(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Distance from the start, and size of the update, of all parameters together."""
-    looks = {"Distance": ("total", "from the start", BLUE), "UpdateSize": ("total", "of one step", RED)}
+    """Distance from the start, and size of each update, over all parameters."""
+    looks = {"Distance": ("total", "from the start", BLUE), "UpdateSize": ("total", "per step", RED)}
     lines = side_by_side(groups, looks)
-    return Picture("how far the parameters went", "length [parameter]", lines, **scale(lines))
+    return Picture("how far the parameters moved", "length [parameter]", lines, **scale(lines))

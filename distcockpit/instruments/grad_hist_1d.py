@@ -13,7 +13,7 @@ from distcockpit.store.rows import few
 
 @instrument("gradients", GradHist1d={"counts": "step bin", "edges": "step edge"})
 def grad_hist_1d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Counts of gradient elements, a column per step, coloured by their logarithm.
+    """Counts of gradient elements, one column per step, coloured on a log scale.
 
     What was beyond the range is in its last bins. Where the range was adapted, counts are shared out over cells of
     equal size. Schneider et al. 2021, arXiv:2102.06604, section 3.2.
@@ -26,7 +26,7 @@ def grad_hist_1d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     else:
         edges = edges[-1]
     total = node["counts"].sizes["step"]
-    note = "" if len(counts) == total else f"{len(counts)} of {total} rows, at equal distances"
+    note = "" if len(counts) == total else f"{len(counts)} of {total} rows, evenly spaced"
     cells = Heat(edges_of(rows["step"].values), edges, counts.T, named(node["counts"], "elements"), log=True)
     return Picture(
         "individual gradient elements", named(node["edges"], "value of a gradient element"), [cells], note=note

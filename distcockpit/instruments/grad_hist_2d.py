@@ -17,7 +17,7 @@ FIELDS = {
 
 @instrument("gradients", GradHist2d=FIELDS)
 def grad_hist_2d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Pairs of gradient element and parameter, coloured by the logarithm of their number, with both marginals.
+    """Pairs of gradient element and parameter, coloured by the log of their count, with both marginals.
 
     Schneider et al. 2021, arXiv:2102.06604, section 3.2.
     """

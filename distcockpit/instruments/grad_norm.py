@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import RED, Picture
 
 @instrument("gradients", GradNorm={"grad_norm": "step parameter", "total": "step"})
 def grad_norm(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Norm of the gradient: by parameter, from the first (dark) to the last (light), and of all together."""
+    """Norm of the gradient: by parameter, from the first (dark) to the last (light), and over all parameters."""
     (node,) = groups.values()
     lines = [*family(node["grad_norm"]), series(node["total"], "all", RED, "dashed")]
     return Picture(

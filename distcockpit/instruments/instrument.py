@@ -58,7 +58,7 @@ class Instrument:
         if not pictures or (group is not None and group not in pictures):
             raise ValueError(
                 f"{self.name}(run, group={group!r}): shows {' and '.join(self.needs)}; the run has rows of "
-                f"{list(pictures) or 'none of these'}, and in all the quantities {list(run.children)}."
+                f"{list(pictures) or 'none of these'}, and holds the quantities {list(run.children)}."
             )
         draw(axes, pictures[group or next(iter(pictures))])
 

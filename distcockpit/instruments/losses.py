@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import CYCLE, Picture
 
 @instrument("performance", Loss={"loss": "step"}, log={})
 def losses(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """The pooled loss, and what was logged under a name with "loss" in it."""
+    """The pooled loss, and everything logged under a name that contains "loss"."""
     found: list[tuple[xr.DataArray, str]] = []
     for name, node in groups.items():
         if node.attrs.get("quantity") == "Loss":

@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import BLUE, Pages, Picture
 
 @instrument("performance", log={})
 def metrics(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
-    """A picture for each scalar that was logged and is no loss."""
+    """One picture for each logged scalar that is not a loss."""
     (node,) = groups.values()
     found = {name: array.dropna("step") for name, array in scalars(node).items() if "loss" not in name.lower()}
     return {name: Picture(name, named(array), [series(array, name, BLUE)]) for name, array in found.items()}

@@ -15,7 +15,7 @@ PARTS = {name: "step" for name in ("noise", "signal", "rank_noise", "rank_signal
 
 @instrument("gradients", GradientNoiseScale=PARTS)
 def noise_scale(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Gradient noise scale, from smoothed parts, from samples and from ranks, beside the batch size.
+    """Gradient noise scale, from smoothed parts, estimated from samples and from ranks, next to the batch size.
 
     McCandlish et al. 2018, arXiv:1812.06162.
     """
@@ -28,5 +28,5 @@ def noise_scale(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         Line(ratio["step"].values, ratio.values, label, color, style) for label, (ratio, color, style) in ratios.items()
     ]
     lines += batch_size(node)
-    note = f"parts smoothed with weight {WEIGHT}"
+    note = f"both parts smoothed with weight {WEIGHT}"
     return Picture("gradient noise scale", "noise / signal [samples]", lines, **scale(lines), note=note)

@@ -11,10 +11,13 @@ from distcockpit.instruments.picture import Line, Pages, Picture
 
 @instrument("gradients", OutputGradientGeometry={"norm": "step layer", "correlation": "step layer"})
 def output_gradients(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
-    """Norms, and cosines with the tracked step before: medians and quartiles of epochs, or of parts of the run."""
+    """Norms, and cosines with the previous tracked step: medians and quartiles per epoch, or per part of the run."""
     (node,) = groups.values()
     pages = {}
-    for field, title in {"norm": "output gradients by layer", "correlation": "do output gradients turn?"}.items():
+    for field, title in {
+        "norm": "output gradients by layer",
+        "correlation": "change of direction of output gradients",
+    }.items():
         marks = banded(node[field])
         scaled = scale([m for m in marks if isinstance(m, Line)]) if field == "norm" else {}
         pages[field] = Picture(

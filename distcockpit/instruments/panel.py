@@ -153,7 +153,7 @@ def plot_run(
     runs = {"run": run} if isinstance(run, xr.DataTree) else dict(run)
     places = panels(runs, progress)
     if not places:
-        raise ValueError("plot_run(run): there is nothing to draw yet, the run has no rows with finite values.")
+        raise ValueError("plot_run(run): there is nothing to draw yet: the run has no rows with finite values.")
     pictures = [(place.section, picture) for place in places for picture in _side_by_side(place.picture)]
     sections = {name: [picture for section, picture in pictures if section == name] for name in SECTIONS}
     sections = {name: there for name, there in sections.items() if there}

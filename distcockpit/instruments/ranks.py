@@ -17,8 +17,8 @@ SHOWN = {
     "grad_norm": ("gradient norm of each rank", "max"),
     "forward_seconds": ("time in the forward pass", "max"),
     "outside_seconds": ("time outside of `track`", "max"),
-    "nonfinite_gradients": ("gradient elements that are not finite", "max"),
-    "nonfinite_losses": ("losses that are not finite", "max"),
+    "nonfinite_gradients": ("non-finite gradient elements", "max"),
+    "nonfinite_losses": ("non-finite losses", "max"),
     "local_batch_size": ("batch size of each rank", "max"),
 }
 """What is looked at, and which of several steps in a column of the picture: the one that tells most."""
@@ -33,7 +33,7 @@ WHERE_THERE = {"nonfinite_gradients", "nonfinite_losses"}
     ReplicaDrift={"replica_drift": "step", "differs": "step parameter rank"},
 )
 def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
-    """Heat maps of rank and step: agreement with the pooled gradient, losses, norms, times, and what went wrong."""
+    """Heat maps over ranks and steps: agreement with the pooled gradient, losses, norms, times, and what went wrong."""
     pages = {}
     for field, (title, which) in SHOWN.items():
         for name, node in groups.items():
@@ -45,13 +45,13 @@ def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
             # Few rows differ, if any: only these are read.
             apart = node["differs"].isel(step=np.flatnonzero(node["replica_drift"].values > 0))
             count = values(apart).sum("parameter").assign_attrs(units="parameters")
-            pages["differs"] = _picture(count, "parameters that differ from the majority's", "max")
+            pages["differs"] = _picture(count, "parameters that differ from the majority", "max")
     return pages
 
 
 def _picture(array: xr.DataArray, title: str, which: str) -> Picture:
     edges, cells = columns(array, which)
-    note = f"the {which} of several steps in each column" if len(cells) < array.sizes["step"] else ""
+    note = f"each column shows the {which} of several steps" if len(cells) < array.sizes["step"] else ""
     is_time = array.attrs.get("units") == "s"
     heat = Heat(edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=is_time)
     return Picture(title, "rank", [heat], note=note, whole=True)

@@ -13,13 +13,13 @@ PARTS = {
     "forward_seconds": ("forward pass", BLUE),
     "outside_seconds": ("outside of `track`", GREEN),
     "wait_seconds": ("waiting for ranks", ORANGE),
-    "cockpit_seconds": ("the cockpit's work", RED),
+    "cockpit_seconds": ("cockpit overhead", RED),
 }
 
 
 @instrument("performance", RankHealth={name: "step rank" for name in PARTS})
 def times(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Time of tracked steps and their parts; of each the longest on any rank."""
+    """Time of tracked steps and its parts; each is the longest over all ranks."""
     (node,) = groups.values()
     lines = [series(values(node[name]).max("rank"), *look) for name, look in PARTS.items()]
-    return Picture("time of a tracked step, longest of all ranks", "time [s]", lines, **scale(lines))
+    return Picture("time of a tracked step, longest over all ranks", "time [s]", lines, **scale(lines))

@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import RED, Band, Line, Picture
 
 @instrument("curvature", HessTrace={"trace": "step parameter", "total": "step"})
 def trace(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
-    """Trace of the Hessian or of its approximation: by parameter, and of all together; estimates with their errors."""
+    """Trace of the Hessian or its approximation: by parameter, and over all; estimates have standard errors."""
     (node,) = groups.values()
     lines: list[Line] = [*family(node["trace"]), series(node["total"], "all", RED, "dashed")]
     bands = []

@@ -90,8 +90,8 @@ class Alpha(Quantity):
         if self.optimizer is not None and not model.optimizers.get(self.optimizer):
             known = [name for name, held in model.optimizers.items() if held]
             raise ValueError(
-                f"Alpha(optimizer={self.optimizer!r}): no optimizer of this name holds tracked parameters; of those "
-                f"that DistCockpit was given, {known} do. Give it optimizer={{name: optimizer, ...}}, or leave it out."
+                f"Alpha(optimizer={self.optimizer!r}): no optimizer of this name holds tracked parameters; those that "
+                f"do are {known}. Pass DistCockpit optimizer={{name: optimizer, ...}}, or omit the argument."
             )
         names = {
             "f_start": "mean loss at the start of the update",

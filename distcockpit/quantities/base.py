@@ -56,8 +56,8 @@ class Quantity(ABC):
             object.__setattr__(self, "name", snake_case(type(self).__name__))
         if not NAME.fullmatch(self.name) or self.name in ("log", "zarr.json"):
             raise ValueError(
-                f"{type(self).__name__}(name={self.name!r}): must be made of letters, digits, '_', '-' and '.', begin "
-                "with a letter, a digit or a single '_', and must not be 'log': it names a group in the store."
+                f"{type(self).__name__}(name={self.name!r}): must consist of letters, digits, '_', '-' and '.', start "
+                "with a letter, a digit or a single '_', and not be 'log', because it names a group in the store."
             )
         if self.schedule is not None and not callable(self.schedule):
             raise TypeError(

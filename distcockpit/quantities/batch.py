@@ -293,7 +293,7 @@ class LocalBatch:
         need = ASKED_FOR.get(name)
         if need is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
-        raise AttributeError(f"batch.{name} is there only for quantities with Needs({need[0]}=...).")
+        raise AttributeError(f"batch.{name} is only available to quantities with Needs({need[0]}=...).")
 
     def for_quantity(self, needs: Needs, **its_own: Any) -> LocalBatch:
         """The same, as a quantity with these needs sees it.
@@ -324,7 +324,7 @@ class LocalBatch:
 
     def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> ReplicatedValue:
         """The old name of `replicated`."""
-        warnings.warn("batch.once(...) is called batch.replicated(...) now.", DeprecationWarning, stacklevel=2)
+        warnings.warn("batch.once(...) is deprecated: use batch.replicated(...).", DeprecationWarning, stacklevel=2)
         return self.replicated(value)
 
     @property

@@ -41,11 +41,11 @@ class Axis:
             TypeError: If the adaptation is of another kind.
         """
         if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-            raise ValueError(f"{owner}(bins={bins!r}): must be at least 1, an integer.")
+            raise ValueError(f"{owner}(bins={bins!r}): must be an integer of at least 1.")
         try:
             low, high = (float(end) for end in range)  # type: ignore[attr-defined]
         except (TypeError, ValueError):
-            raise ValueError(f"{owner}(range={range!r}): must be two numbers (low, high).") from None
+            raise ValueError(f"{owner}(range={range!r}): must be a pair of numbers, (low, high).") from None
         if not (np.isfinite([low, high]).all() and low < high):
             raise ValueError(f"{owner}(range={range!r}): must be finite with low < high.")
         if adapt is not None and not isinstance(adapt, allowed):

@@ -44,7 +44,7 @@ class OutputActivation(Quantity):
             raise ValueError(f"OutputActivation(epsilon={self.epsilon!r}): must be at least 0.")
         if isinstance(self.channel_axis, bool) or not isinstance(self.channel_axis, int) or self.channel_axis == 0:
             raise ValueError(
-                f"OutputActivation(channel_axis={self.channel_axis!r}): must be an axis other than 0, the batch."
+                f"OutputActivation(channel_axis={self.channel_axis!r}): must be an axis other than the batch axis, 0."
             )
 
     @property

@@ -18,7 +18,7 @@ from distcockpit.store.schema import Field, Group, Row
 
 SECONDS = {
     "step": "from the end of the previous step's backward pass to the end of this one's",
-    "outside": "between the `track` of the previous step and this one's: loading of data, the optimizer's step",
+    "outside": "between the `track` of the previous step and this one's: data loading, the optimizer's step",
     "track": "inside `track`: forward and backward pass",
     "forward": "in the forward pass of the model",
     "wait": "waiting for other ranks in the exchanges before the sums",
@@ -53,8 +53,8 @@ class RankHealth(Quantity):
         """Counts, layers and times per rank."""
         leaves, layers = ([label(path).replace(" ", "_") for path in paths] for paths in (model.leaves, model.layers))
         fields = {
-            "nonfinite_losses": Field(("rank",), "losses that are not finite", "samples", dtype="int64"),
-            "nonfinite_gradients": Field(("rank",), "gradient elements that are not finite", dtype="int64"),
+            "nonfinite_losses": Field(("rank",), "non-finite losses", "samples", dtype="int64"),
+            "nonfinite_gradients": Field(("rank",), "non-finite gradient elements", dtype="int64"),
             "first_nonfinite_output": Field(
                 ("rank",), "first layer with a non-finite output", dtype="int32", codes=("none", *leaves)
             ),
@@ -113,7 +113,7 @@ class RankHealth(Quantity):
             ]
             shown.append(f"rank {rank}" + (f" (first {', first '.join(places)})" if places else ""))
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        return f"numbers that are not finite on {', '.join(shown)}{more}."
+        return f"non-finite numbers on {', '.join(shown)}{more}."
 
 
 def _extremes(values: Tensor) -> Tensor:

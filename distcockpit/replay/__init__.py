@@ -1,4 +1,4 @@
-"""What it takes to run something again and leave no trace: random states, attributes of modules, tensors in trees.
+"""Running something again without leaving a trace: random states, attributes of modules, tensors in trees.
 
 Imports no other folder.
 """

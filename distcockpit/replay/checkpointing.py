@@ -12,10 +12,10 @@ import torch.utils.checkpoint as checkpoints
 
 @contextmanager
 def kept_activations() -> Generator[None, None, None]:
-    """Inside, checkpointed functions are called as they are, and keep what their backward pass needs.
+    """Inside, checkpointed functions are called directly, and keep what their backward pass needs.
 
-    For parts of a model that are run with other parameters: what is computed again in the backward pass would see those
-    of the model.
+    For parts of a model that are run with other parameters: recomputation in the backward pass would see those of the
+    model.
     """
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -30,7 +30,7 @@ def kept_activations() -> Generator[None, None, None]:
 
 @contextmanager
 def without_reentrance() -> Generator[None, None, None]:
-    """Inside, ``use_reentrant=True``, which gives no gradients to `torch.autograd.grad`, is taken for ``False``."""
+    """Inside, ``use_reentrant=True``, which does not support `torch.autograd.grad`, is treated as ``False``."""
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return checkpoints.checkpoint(function, *args, preserve_rng_state=preserve, use_reentrant=False)
@@ -41,14 +41,14 @@ def without_reentrance() -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class _Function:
-    """In the place of an autograd function."""
+    """Stands in for an autograd function."""
 
     apply: Callable[..., Any]
 
 
 @contextmanager
 def _exchanged(**substitutes: Any) -> Generator[None, None, None]:
-    """What torch's function looks up in its module: there is no switch for it."""
+    """Replace what torch's function looks up in its module, because it has no switch for this."""
     originals = {name: getattr(checkpoints, name) for name in substitutes if hasattr(checkpoints, name)}
     try:
         for name in originals:

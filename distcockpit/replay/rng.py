@@ -1,4 +1,4 @@
-"""Random number state of torch, NumPy and Python: take it, replay it later, leave the global state alone."""
+"""Random state of torch, NumPy and Python: take it, replay it later, leave the global state alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the global generators: torch's of the CPU and of one accelerator, if there is one, NumPy's, Python's."""
+    """State of the global generators: torch's on the CPU and on one accelerator, if any, NumPy's, and Python's."""
 
     cpu: Tensor
     device: torch.device | None = None
@@ -25,7 +25,7 @@ class RandomState:
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """The present state, for a model on ``device``."""
+        """Take the current state, for a model on ``device``."""
         if device.type == "cpu":
             return cls(torch.get_rng_state())
         return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
@@ -41,7 +41,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Make this the present state."""
+        """Make this the current state."""
         torch.set_rng_state(self.cpu)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -51,7 +51,7 @@ class RandomState:
 
 @contextmanager
 def unchanged(device: torch.device, start: RandomState | None = None) -> Generator[None, None, None]:
-    """Leave the global random state as it was, whatever happens inside; begin from ``start`` if given."""
+    """Leave the global random state as it was, whatever happens inside; start from ``start`` if given."""
     before = RandomState.take(device)
     try:
         if start is not None:

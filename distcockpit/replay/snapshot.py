@@ -1,4 +1,4 @@
-"""What a call begins from beside its arguments and parameters: taken once, restored by everything that runs it again.
+"""What a call starts from besides its arguments and parameters: taken once, restored by every second pass.
 
 Random numbers, buffers, the attributes of modules, which a forward pass may write (counters, cached tensors, flags,
 hidden states), training modes, and the type of mixed precision.
@@ -22,13 +22,13 @@ from distcockpit.replay.rng import RandomState, unchanged
 
 STRUCTURE = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: its hooks, parameters, children
 CONTAINERS = (list, dict, set, deque)
-LARGE = 1 << 22  # elements from which a tensor is not copied
-FEW = 100  # items of a container up to which what they hold is copied as well
+LARGE = 1 << 22  # number of elements from which a tensor is not copied
+FEW = 100  # number of items up to which the contents of a container are copied as well
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A module at the moment of a call. What was not taken stays as it is at the second pass."""
+    """A module at the moment of a call. What was not taken is left alone by `restored`."""
 
     autocast: torch.dtype | None = None  # the type of mixed precision, if any
     random_state: RandomState | None = None
@@ -38,19 +38,19 @@ class Snapshot:
 
     @classmethod
     def take(cls, module: nn.Module, device: torch.device) -> Snapshot:
-        """Of a module that is about to be called, and may be run again."""
+        """Take everything, of a module that is about to be called and may be run again."""
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         random_state, attributes = RandomState.take(device), Attributes.take(module)
         return cls(autocast_type(device), random_state, buffers, attributes, _modes(module))
 
     @classmethod
     def of_modes(cls, module: nn.Module, device: torch.device) -> Snapshot:
-        """Of a module that a closed form serves: its modes."""
+        """Take the modes alone, of a module that a closed form serves."""
         return cls(autocast_type(device), training=_modes(module))
 
     @contextmanager
     def restored(self, device: torch.device) -> Generator[None, None, None]:
-        """Inside, all but the buffers is as it was, and whatever is written to modules is forgotten afterwards."""
+        """Restore everything but the buffers inside; whatever is written to modules there is discarded."""
         modes = {module: module.training for module in self.training}
         precision = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         with self.attributes_restored(), unchanged(device, self.random_state), precision:
@@ -62,13 +62,13 @@ class Snapshot:
 
     @contextmanager
     def attributes_restored(self) -> Generator[None, None, None]:
-        """Inside, the attributes of modules are as they were."""
+        """Restore the attributes of modules inside; whatever is written to them there is discarded."""
         with nullcontext() if self.attributes is None else self.attributes.installed():
             yield
 
     @contextmanager
     def buffers_restored(self, module: nn.Module) -> Generator[None, None, None]:
-        """Inside, the modules work on copies of their buffers, with the values that these had."""
+        """Let modules work on copies of their buffers inside, with the values from before the call."""
         originals = [(path, m, dict(m._buffers)) for path, m in module.named_modules() if m._buffers]
         try:
             for path, m, buffers in originals:
@@ -106,14 +106,14 @@ class Attributes:
 
     @classmethod
     def take(cls, model: nn.Module) -> Attributes:
-        """Those of now."""
+        """Take the current attributes."""
         attributes = {module: {k: _copied(v) for k, v in _own(module)} for module in model.modules()}
         found = [v for kept in attributes.values() for v in kept.values() if isinstance(v, torch.Generator)]
         return cls(attributes, [(generator, generator.get_state()) for generator in found])
 
     @contextmanager
     def installed(self) -> Generator[None, None, None]:
-        """Let the modules begin from here; afterwards they are as before."""
+        """Let the modules start from here, and restore them afterwards."""
         before = {module: dict(_own(module)) for module in self.attributes}
         at = [(generator, generator.get_state()) for generator, _ in self.generators]
         cache, enabled = parametrize._cache, parametrize._cache_enabled
@@ -143,7 +143,7 @@ def _install(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _copied(value: Any, depth: int = 3) -> Any:
-    """A copy of what a forward pass may write to in place."""
+    """Return a copy of something that a forward pass may modify in place."""
     if type(value) in CONTAINERS:
         if depth and len(value) < FEW:
             if type(value) is dict:

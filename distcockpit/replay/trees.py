@@ -1,4 +1,4 @@
-"""Tensors inside whatever modules take and return: tuples, dicts, dataclasses, and what torch knows as a tree."""
+"""Tensors inside whatever modules take and return: tuples, dicts, dataclasses, and torch's own pytrees."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-"""What holds no tensors, of what functions are given mostly."""
+"""Common arguments of functions that hold no tensors."""
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in a fixed order."""
+    """Return the tensors of a tree, in a fixed order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) is tuple:  # arguments, mostly; torch's own walk over trees is slow
+    if type(tree) is tuple:  # usually arguments; torch's own tree traversal is slow
         return [tensor for item in tree for tensor in tensors(item)]
     if type(tree) is dict:
         return [tensor for item in tree.values() for tensor in tensors(item)]
@@ -34,12 +34,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        elif isinstance(leaf, MutableMapping):  # one that torch does not know as a tree, such as a UserDict
+        elif isinstance(leaf, MutableMapping):  # one that torch does not know as a pytree, such as a UserDict
             yield from _tensors(list(leaf.values()))
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with every tensor exchanged, in the order of `tensors`; nothing of the old tree is written to."""
+    """Return the tree with every tensor replaced, in the order of `tensors`; the old tree is not modified."""
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) is tuple:
@@ -68,7 +68,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tensors with common memory have in common: its address; for tensors without plain memory, their identity."""
+    """Return an id shared by tensors with the same memory: its address, or for tensors without plain memory, `id`."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (RuntimeError, NotImplementedError):  # sparse, nested, masked, ...

@@ -165,10 +165,10 @@ class Column:
         mine = self.document
         for name in ("data_type", "codecs", "dimension_names"):
             if found.get(name) != mine[name]:
-                raise ValueError(f"array {self.key!r} has {name} {found.get(name)!r}, this run has {mine[name]!r}")
+                raise ValueError(f"array {self.key!r} has {name} {found.get(name)!r}, but this run has {mine[name]!r}")
         for size, dim, there in zip(mine["shape"][1:], mine["dimension_names"][1:], found["shape"][1:], strict=True):
             if dim != GROWING and dim not in labelled and size != there:
-                raise ValueError(f"array {self.key!r} has length {there} along {dim!r}, this run has {size}")
+                raise ValueError(f"array {self.key!r} has length {there} along {dim!r}, but this run has {size}")
         kept = {name: found[name] for name in ("chunk_grid", "attributes")}
         return Column(self.key, {**mine, **kept, "shape": [0, *found["shape"][1:]]}, self.fill)
 

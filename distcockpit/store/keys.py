@@ -344,7 +344,7 @@ def keys_of(
     url = isinstance(store, str) and "://" in store and not store.startswith("file://")
     if storage_options and not url:
         raise ValueError(
-            f"storage_options={dict(storage_options)!r}: are for a URL such as 's3://bucket/run.zarr', not for "
+            f"storage_options={dict(storage_options)!r}: only apply to a URL such as 's3://bucket/run.zarr', not to "
             f"store={name!r}."
         )
     if isinstance(store, LocalStore):
@@ -359,9 +359,7 @@ def keys_of(
             warnings.simplefilter("ignore")
             return StoreKeys(FsspecStore.from_url(name, dict(storage_options or {})), name, seconds)
     except ImportError as error:
-        raise ImportError(
-            f"store={name!r}: {error}. pip install 'distcockpit[remote]' brings what S3 needs."
-        ) from error
+        raise ImportError(f"store={name!r}: {error}. For S3: pip install 'distcockpit[remote]'.") from error
     except ValueError as error:
         raise ValueError(f"store={name!r}: {error}") from error
 

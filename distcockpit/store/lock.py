@@ -64,12 +64,16 @@ class Lock:
             if not patient or found != first:
                 who, when = found
                 is_own = (who.host, who.process) == (self.writer.host, self.writer.process)
-                own = "It is an earlier cockpit of this very process: close it (cockpit.close()). " if is_own else ""
+                own = (
+                    "It belongs to an earlier cockpit in this same process: close that one with cockpit.close(). "
+                    if is_own
+                    else ""
+                )
                 raise FileExistsError(
-                    f"store={self._keys.name!r} is being written by process {who.process} on {who.host}, which gave "
-                    f"a sign of life {max(0.0, time.time() - when):.0f} s ago. Wait for its end, or choose another "
-                    f"path. {own}If it is gone, its lock ends {self._stale_seconds:g} s after the last sign "
-                    "(lock_seconds=)."
+                    f"store={self._keys.name!r} is being written by process {who.process} on {who.host}, which last "
+                    f"renewed its lock {max(0.0, time.time() - when):.0f} s ago. Wait until it ends, or choose another "
+                    f"path. {own}If the process is gone, its lock expires {self._stale_seconds:g} s after the last "
+                    "renewal (lock_seconds=)."
                 )
             time.sleep(min(1.0, self._stale_seconds / 20))
             found = self._held()
@@ -85,7 +89,9 @@ class Lock:
             self._keys.put({KEY: self._document()})
         held = self._held()
         if held is None or held[0] != self.writer:
-            raise FileExistsError(f"store={self._keys.name!r}: another process began to write it at the same time.")
+            raise FileExistsError(
+                f"store={self._keys.name!r}: another process started writing it at the same time. Choose another path."
+            )
         self._renewed = time.monotonic()
 
     def renew(self) -> None:
@@ -98,7 +104,7 @@ class Lock:
             self._renewed = time.monotonic()  # also where it fails: the next one will be in time
             held = self._held()
             if held is not None and held[0] != self.writer:
-                raise FileExistsError(f"{self._keys.name} has another writer now, process {held[0].process}")
+                raise FileExistsError(f"{self._keys.name} is now being written by another process, {held[0].process}")
             self._keys.put({KEY: self._document()})
 
     @property

@@ -82,7 +82,7 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
         UnsafeStoreError: If it is no run of distcockpit, of a newer format, or not in order.
     """
     keys = keys_of(store, storage_options)
-    problem, (data, root) = f"store={keys.name!r}: is no run of distcockpit", _root(keys)
+    problem, (data, root) = f"store={keys.name!r} is not a valid distcockpit run", _root(keys)
     try:
         _check_root(root["attributes"])
         arrays = dict(_checked(root["consolidated_metadata"]["metadata"]))
@@ -92,9 +92,9 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
     except UnsafeStoreError as error:
         if keys.get_one("zarr.json") != data:  # it was cut in the meantime
             return open_store(store, storage_options)
-        raise UnsafeStoreError(f"{problem} that is in order: {error}.") from None
+        raise UnsafeStoreError(f"{problem}: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UnsafeStoreError(f"{problem} that is in order: its metadata is damaged ({error!r}).") from None
+        raise UnsafeStoreError(f"{problem}: its metadata is damaged ({error!r}).") from None
     metadata = root["consolidated_metadata"]["metadata"]
     documents = {f"{path}/zarr.json": json.dumps(document).encode() for path, document in metadata.items()}
     return Run(keys, root["attributes"], arrays, {"zarr.json": data, **documents})
@@ -129,8 +129,8 @@ def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
     except Exception as error:  # each kind of store has its own
         raise OSError(f"store={keys.name!r} could not be read: {type(error).__name__}: {error}") from error
     if nothing:
-        raise FileNotFoundError(f"store={keys.name!r}: nothing is there.")
-    problem = f"store={keys.name!r}: is no run of distcockpit"
+        raise FileNotFoundError(f"store={keys.name!r}: there is no run here.")
+    problem = f"store={keys.name!r} is not a distcockpit run"
     size = keys.size("zarr.json")
     if size is None or size > MAX_DOCUMENT_BYTES:
         raise UnsafeStoreError(f"{problem}.")
@@ -144,8 +144,8 @@ def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
         raise UnsafeStoreError(f"{problem}.")
     if version > FORMAT_VERSION:
         raise UnsafeStoreError(
-            f"store={keys.name!r}: has format version {version}, this distcockpit reads up to {FORMAT_VERSION}. "
-            "Install a newer distcockpit."
+            f"store={keys.name!r} has format version {version}, but this distcockpit only reads versions up to "
+            f"{FORMAT_VERSION}. Install a newer distcockpit."
         )
     return data, root
 
@@ -158,7 +158,7 @@ def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
         steps = []
         for key in run.chunks(path):
             if len(told) >= MOST_PROBLEMS:
-                return [*told, f"and perhaps more: {total - done} chunks were not looked at"]
+                return [*told, f"and possibly more: {total - done} chunks were not checked"]
             data = run.keys.get_one(key)
             if data is None:
                 told.append(f"{key} is missing")
@@ -192,9 +192,9 @@ def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
     for path, document in metadata.items():
         names = path.split("/")
         if not 1 <= len(names) <= 2 or not all(NAME.fullmatch(name) for name in names):
-            raise UnsafeStoreError(f"{path!r} is no name of a group or an array")
+            raise UnsafeStoreError(f"{path!r} is not a valid name of a group or an array")
         if document["zarr_format"] != 3 or document["node_type"] not in ("group", "array"):
-            raise UnsafeStoreError(f"{path!r} is no group or array of Zarr v3")
+            raise UnsafeStoreError(f"{path!r} is not a Zarr v3 group or array")
         _check_attributes(path, document.get("attributes", {}))
         if document["node_type"] == "group":
             if f"{path}/step" not in metadata:
@@ -204,21 +204,21 @@ def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
         shape, chunk = document["shape"], grid["configuration"]["chunk_shape"]
         whole = all(type(n) is int and n >= 0 for n in shape) and all(type(n) is int and n > 0 for n in chunk)
         if document["data_type"] not in TYPES or set(codecs) not in CODECS or len(codecs) != 2:
-            raise UnsafeStoreError(f"{path!r} has type {document['data_type']!r} and codecs {codecs}")
+            raise UnsafeStoreError(f"{path!r} has unsupported type {document['data_type']!r} and codecs {codecs}")
         if grid["name"] != "regular" or document.get("storage_transformers") or not whole or len(shape) != len(chunk):
-            raise UnsafeStoreError(f"{path!r} has shape {shape} and chunks {chunk}")
+            raise UnsafeStoreError(f"{path!r} has unsupported shape {shape} or chunks {chunk}")
         separator = document["chunk_key_encoding"]
         if separator["name"] != "default" or separator.get("configuration", {}).get("separator", "/") != "/":
-            raise UnsafeStoreError(f"{path!r} names its chunks otherwise")
+            raise UnsafeStoreError(f"{path!r} uses a different chunk key encoding")
         dims = document.get("dimension_names") or []
         if (
             len(dims) != len(shape)
             or not all(isinstance(dim, str) for dim in dims)
             or dims[:1] not in (["step"], [names[1]])
         ):
-            raise UnsafeStoreError(f"{path!r} has the dimensions {dims}")
+            raise UnsafeStoreError(f"{path!r} has unsupported dimensions {dims}")
         if _chunk_bytes(document)[1] > MAX_CHUNK_BYTES or math.prod(map(float, shape[1:])) > MAX_CHUNK_BYTES:
-            raise UnsafeStoreError(f"{path!r} has chunks of shape {chunk}, which is more than {MAX_CHUNK_BYTES} bytes")
+            raise UnsafeStoreError(f"{path!r} has chunks of shape {chunk}, more than {MAX_CHUNK_BYTES} bytes")
         yield path, document
 
 
@@ -233,7 +233,7 @@ def _check_attributes(path: str, attributes: Mapping[str, Any]) -> None:
     """
     for name, value in attributes.items():
         if name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "dtype"):
-            raise UnsafeStoreError(f"{path!r} has the attribute {name!r}")
+            raise UnsafeStoreError(f"{path!r} has the unsupported attribute {name!r}")
         if (name in TEXTS and not isinstance(value, str)) or (name == "options" and not isinstance(value, dict)):
             raise UnsafeStoreError(f"{path!r} has the attribute {name!r} with {value!r}")
 
@@ -274,7 +274,7 @@ def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:
     (rows,), (chunk,) = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
     needed, there = math.ceil(rows / chunk), keys.count(f"{path}/c", math.ceil(rows / chunk))
     if there < needed:
-        raise UnsafeStoreError(f"{path!r} has {rows} rows, which need {needed} chunks, of which there are {there}")
+        raise UnsafeStoreError(f"{path!r} has {rows} rows, which need {needed} chunks, but there are only {there}")
 
 
 def _chunk_bytes(document: Mapping[str, Any]) -> tuple[int, int]:
@@ -294,7 +294,7 @@ def _check_chunk(data: bytes, least: int, most: int) -> None:
     """
     decoded, encoded = (int.from_bytes(data[at : at + 4], "little") for at in (4, 12))
     if len(data) < 16 or encoded != len(data) or not least <= decoded <= most:
-        raise UnsafeStoreError(f"a chunk says that it has {decoded} bytes, where {least} to {most} are expected")
+        raise UnsafeStoreError(f"a chunk claims to have {decoded} bytes, but {least} to {most} are expected")
 
 
 class _Checked(WrapperStore[Store]):
@@ -320,6 +320,6 @@ class _Checked(WrapperStore[Store]):
         buffer = await self._store.get(key, prototype, None if found else byte_range)
         if found and buffer is not None:
             if found["array"] not in self._sizes or byte_range is not None:
-                raise UnsafeStoreError(f"{key}: does not belong to the run")
+                raise UnsafeStoreError(f"{key} does not belong to the run")
             _check_chunk(buffer.to_bytes(), *self._sizes[found["array"]])
         return buffer

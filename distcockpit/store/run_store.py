@@ -139,7 +139,7 @@ class RunStore:
             is_ours = root.get("format") == FORMAT
             if not is_ours and any(not key.endswith((LOCK, PARTIAL)) for key in self._keys.list()):
                 raise FileExistsError(
-                    f"store={self.name!r} exists and is no run of distcockpit, so it is left alone. Choose another "
+                    f"store={self.name!r} exists and is not a distcockpit run, so it is left untouched. Choose another "
                     "path."
                 )
             if is_ours and mode == "w-":
@@ -184,11 +184,11 @@ class RunStore:
         Raises:
             ValueError: If it is another run.
         """
-        different = f"store={self.name!r}, mode='a': this is not the run to be resumed:"
+        different = f"store={self.name!r}, mode='a': cannot resume a different run:"
         if root["format_version"] != FORMAT_VERSION:
             raise ValueError(
-                f"store={self.name!r}, mode='a': has format version {root['format_version']}, this distcockpit writes "
-                f"{FORMAT_VERSION}. Choose another path."
+                f"store={self.name!r}, mode='a': has format version {root['format_version']}, but this distcockpit "
+                f"writes {FORMAT_VERSION}. Choose another path."
             )
         every, here = root["parameters"], _identity(self._attributes)
         parts = [_identity({**root, "parameters": part.get("parameters", every)}) for part in root["segments"]]
@@ -196,8 +196,8 @@ class RunStore:
         for name in dict.fromkeys([*there, *here]):
             if there.get(name) != here.get(name):
                 raise ValueError(
-                    f"{different} it has {name} = {there.get(name, 'nothing')}, this one {here.get(name, 'nothing')}. "
-                    "Construct DistCockpit as it was, or choose another path."
+                    f"{different} it has {name} = {there.get(name, 'nothing')}, this one has "
+                    f"{here.get(name, 'nothing')}. Construct DistCockpit as before, or choose another path."
                 )
         data = self._keys.get_one(ROOT) or b""
         self._written[ROOT] = data
@@ -218,7 +218,7 @@ class RunStore:
                 step, rows = columns["step"], metadata[f"{group}/step"]["shape"][0]
                 self._found[group] = step.read(rows, self._keys.get(step.all_chunks(rows)))
         except KeyError as error:
-            raise ValueError(f"{different} it holds no array {error}. Choose another path.") from error
+            raise ValueError(f"{different} it has no array {error}. Choose another path.") from error
         except ValueError as error:
             raise ValueError(f"{different} {error}. Choose another path.") from error
         kept = ("generation", "commit", "committed_step", "dropped_rows", "parameters")
@@ -271,7 +271,7 @@ class RunStore:
         if len(earlier) < MOST_PARTS:
             segments = [*earlier, ended, part]
         else:  # a model that is another one at every step
-            segments = [*earlier, {**part, "first_step": segment["first_step"], "change": "it changes very often"}]
+            segments = [*earlier, {**part, "first_step": segment["first_step"], "change": "changes very often"}]
         every = {**facts["parameters"], **every}
         self._attributes = {**self._attributes, "segments": segments, "parameters": every}
         self._groups |= groups
@@ -395,8 +395,8 @@ class RunStore:
                 column.skip(columns["step"].rows)
         elif missing := self._groups[group].fields.keys() ^ row.keys():
             raise ValueError(
-                f"Row of {group!r} at step {step}: {sorted(missing)} stand in the row or in the group's fields, but "
-                "not in both. finalize() must give every field that group() declares, and no other."
+                f"Row of {group!r} at step {step}: {sorted(missing)} are in the row or in the group's fields, but not "
+                "in both. finalize() must return every field that group() declares, and no others."
             )
         values = {"step": step, **coordinates, **row}
         # All values are converted before one is appended, so that a row that does not fit leaves no trace.
@@ -477,7 +477,7 @@ class RunStore:
         if data is None:
             raise FileNotFoundError(f"{self.name} was removed while it was being written")
         if self._root().get("writer") != self._lock.writer.token:
-            raise FileExistsError(f"another process writes {self.name} now")
+            raise FileExistsError(f"{self.name} is now being written by another process")
 
     def _documents(self) -> _Documents:
         arrays: dict[str, Any] = {}

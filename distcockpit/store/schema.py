@@ -72,12 +72,12 @@ class Group:
     def __post_init__(self) -> None:
         for name, one in self.fields.items():
             if not NAME.fullmatch(name) or name == "step" or name in COORDINATES:
-                raise ValueError(f"Group: a field must not be named {name!r}.")
+                raise ValueError(f"Group: a field cannot be named {name!r}.")
             for dim in one.dims:
                 if dim not in self.sizes:
                     raise ValueError(
-                        f"Group: field {name!r} has the dimension {dim!r}, but sizes={dict(self.sizes)!r} does not say "
-                        "how long it is."
+                        f"Group: field {name!r} has the dimension {dim!r}, which is missing from "
+                        f"sizes={dict(self.sizes)!r}."
                     )
 
     def size(self, dim: str) -> int:

@@ -50,7 +50,7 @@ class Writer:
     Args:
         store: The run's store.
         options: When to write, and how long to wait.
-        notices: Where to say what is wrong with the store.
+        notices: Where to report faults of the store.
     """
 
     def __init__(self, store: RunStore, options: StoreOptions, notices: Notices) -> None:
@@ -86,8 +86,8 @@ class Writer:
             self._is_dropping = True
             self._notices.when_new(
                 "queue",
-                f"{self._store.name} takes rows too slowly; {self._options.queue_steps} tracked steps wait, and new "
-                "rows are dropped until it has caught up. The attribute dropped_rows of the store counts them.",
+                f"{self._store.name} accepts rows too slowly; {self._options.queue_steps} tracked steps are queued, "
+                "and new rows are dropped until it has caught up. The store attribute dropped_rows counts them.",
             )
         if self._jobs.qsize() >= self._options.queue_steps // 4:
             self._hurry.set()
@@ -245,7 +245,7 @@ class Writer:
         try:
             self._store.commit(state)
         except Exception as error:
-            self.report(error, f"{self._store.name} could not be written; its rows are kept and tried again")
+            self.report(error, f"{self._store.name} could not be written; its rows are kept, and writing is retried")
             return False
         finally:
             self._last_commit = time.monotonic()

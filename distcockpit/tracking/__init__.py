@@ -1,4 +1,4 @@
-"""One run, step by step: what is tracked when, the exchanges between ranks, and the way of the sums to the store.
+"""One run, step by step: what is tracked when, what ranks exchange, and how the sums reach the store.
 
 May import: store, gradients, capture, curvature, quantities.
 """

@@ -1,4 +1,4 @@
-"""The quantities of a tracked step, and what they need together."""
+"""The quantities of a tracked step, and their combined needs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Needs
 
 OF_GRADIENTS = ("mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
-"""The needs that individual gradients serve."""
+"""The needs that are met by individual gradients."""
 
 
 def of_individual_gradients(quantity: Quantity) -> bool:
-    """True if it follows from individual gradients, or from the curvature, which is one of individual losses."""
+    """True if it is derived from individual gradients, or from curvature, which is that of individual losses."""
     needs = quantity.needs
     own = type(quantity).statistics is not Quantity.statistics
     return own or needs.second_order or any(getattr(needs, name) for name in OF_GRADIENTS)
 
 
 class Active:
-    """Some of the quantities, with their needs, which are asked for once.
+    """Some of the quantities, with their needs, each of which is evaluated once.
 
     Args:
-        quantities: In the order of the run.
+        quantities: The quantities, in the order of the run.
     """
 
     def __init__(self, quantities: Sequence[Quantity]) -> None:
@@ -44,45 +44,45 @@ class Active:
         return frozenset(name for name in names if any(getattr(needs, name) for needs in self.needs.values()))
 
     def wants(self, *needs: str) -> bool:
-        """True if any of the quantities has any of these needs."""
+        """True if any quantity has any of these needs."""
         return not self._wanted.isdisjoint(needs)
 
     def each(self, need: str) -> list[Any]:
-        """The different values of a need, in the order of the quantities, without those who have none."""
+        """Return the distinct values of a need, in the order of the quantities, skipping quantities without it."""
         values = dict.fromkeys(getattr(needs, need) for needs in self.needs.values())
         return [value for value in values if value is not None and value is not False]
 
     def with_need(self, need: str) -> list[Quantity]:
-        """The quantities that have this need."""
+        """Return the quantities that have this need."""
         return [q for q in self.quantities if getattr(self.needs[q.name], need)]
 
     @property
     def with_individual_gradients(self) -> list[Quantity]:
-        """The quantities that follow from individual gradients, or from losses of samples."""
+        """The quantities derived from individual gradients or from per-sample losses."""
         return [q for q in self.quantities if of_individual_gradients(q) or q.needs.loss or q.needs.losses]
 
     @property
     def of_gradients(self) -> list[Quantity]:
-        """The quantities that follow from individual gradients."""
+        """The quantities derived from individual gradients."""
         return [q for q in self.quantities if of_individual_gradients(q)]
 
     @cached_property
     def subtracts_squares(self) -> bool:
-        """True if any of them takes a variance from sums of squares and the square of a sum."""
+        """True if any of them computes a variance as a difference of a sum of squares and a squared sum."""
         return self.wants("squared_norms", "squared_gradients")
 
     @cached_property
     def takes_autograds_sums(self) -> bool:
         """True if sums over individual gradients may come from autograd.
 
-        A variance of single elements wants the sums of the very gradients that were squared: autograd's, which are
-        rounded otherwise, leave nothing of a small one.
+        An element-wise variance needs sums of exactly the gradients that were squared: autograd's sums are rounded
+        differently, which would swamp a small variance.
         """
         return self.wants("mean_gradient", "projections") and not self.wants("squared_gradients")
 
 
 class Actives:
-    """The selections of quantities that a run meets: few, so each is kept.
+    """The selections of quantities that occur in a run; there are few, so each is cached.
 
     Args:
         quantities: All quantities of the run.
@@ -92,7 +92,7 @@ class Actives:
         self._all = list(quantities)
         self._met: dict[tuple[int, ...], Active] = {}
         self._none = Active([])
-        # Most share one schedule, and steps that are not tracked should not ask it for each of them.
+        # Most quantities share one schedule; evaluate it once, not once per quantity, on untracked steps.
         self._rules: dict[object, Callable[[int], bool]] = {}
         self._rule_of: list[object] = []
         for k, q in enumerate(self._all):
@@ -102,12 +102,12 @@ class Actives:
             self._rule_of.append(rule)
 
     def touched(self, step: int) -> Active:
-        """Those that this step must be tracked for."""
+        """Return the quantities that this step must be tracked for."""
         hit = {rule: touches(step) for rule, touches in self._rules.items()}
         return self.of(hit[rule] for rule in self._rule_of) if any(hit.values()) else self._none
 
     def of(self, chosen: Iterable[bool]) -> Active:
-        """Those for which ``chosen``, in the order of the run, is true."""
+        """Return the quantities for which ``chosen``, in the order of the run, is true."""
         key = tuple(k for k, is_chosen in enumerate(chosen) if is_chosen)
         if key not in self._met:
             self._met[key] = Active([self._all[k] for k in key])

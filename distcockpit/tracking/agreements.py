@@ -1,4 +1,4 @@
-"""What ranks compare when it first comes up: sizes of outputs, and names and shapes of sums."""
+"""What ranks compare once, before they rely on it: sizes of outputs, and names and shapes of sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distcockpit.world import COMPARE, World, record_of
 
 
 class Agreements:
-    """What the ranks agreed on in this part of the run.
+    """What the ranks have agreed on in this part of the run.
 
     Args:
         world: The ranks.
@@ -21,11 +21,11 @@ class Agreements:
         self._layouts: dict[object, Layout] = {}
 
     def sizes_of(self, quantity: str) -> Mapping[str, int]:
-        """The sizes that a quantity saw on all ranks, by name; 0 where they differ."""
+        """Return the sizes that a quantity saw on all ranks, by name; 0 where ranks differ."""
         return self._sizes.get(quantity, {})
 
     def agree_on_sizes(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
-        """Compare the sizes that quantities saw with the other ranks', once per quantity; all ranks call it.
+        """Compare output sizes with the other ranks, once per quantity; all ranks call it.
 
         Args:
             sizes: By quantity and name.
@@ -40,23 +40,23 @@ class Agreements:
                     agreed[name] = size if agreed.get(name, size) == size else 0
 
     def layout_of(self, selection: object) -> Layout | None:
-        """The layout of the sums of a selection of quantities, once all ranks have compared it."""
+        """Return the layout of the sums of a selection of quantities; ``None`` until ranks have compared it."""
         return self._layouts.get(selection)
 
     def agree_on_layout(self, selection: object, mine: Layout, step: int) -> None:
-        """Compare the layout of the sums with the other ranks' where it is new: backends abort where lengths differ.
+        """Compare the layout of the sums between ranks if it is new, because backends abort if lengths differ.
 
         Args:
-            selection: What the sums are of.
-            mine: Their layout on this rank.
+            selection: The quantities of the sums.
+            mine: The layout on this rank.
             step: The step.
 
         Raises:
-            RuntimeError: If a rank has another one.
+            RuntimeError: If a rank has a different layout.
         """
         if self._layouts.get(selection) == mine:
             return
-        self._world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at another one
+        self._world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at a different exchange
         theirs = [dict(layout.parts) for layout in self._world.all_gather_object(mine)]
         for rank, there in enumerate(theirs):
             for name in dict.fromkeys([*theirs[0], *there]):
@@ -64,8 +64,7 @@ class Agreements:
                     quantity, _, part = name.partition("/")
                     raise RuntimeError(
                         f"Quantity '{quantity}' at step {step}: the sum '{part}' has shape "
-                        f"{there.get(name, 'nothing')} on rank {rank}, and {theirs[0].get(name, 'nothing')} on rank 0. "
-                        "Names and shapes of what local() returns must be the same on all ranks, also on one without "
-                        "samples."
+                        f"{there.get(name, 'nothing')} on rank {rank}, but {theirs[0].get(name, 'nothing')} on rank 0. "
+                        "local() must return the same names and shapes on all ranks, including ranks without samples."
                     )
         self._layouts[selection] = mine

@@ -1,4 +1,4 @@
-"""The line at the start: what is tracked, when, where it goes, and how large it will be."""
+"""The line logged at startup: what is tracked, when, where it is stored, and how much space it takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 1000
 
 
 def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, world_size: int) -> None:
-    """Log the line at level INFO; on stderr, unless the program has set up logging its own way.
+    """Log the line at level INFO, to stderr unless the program has configured logging.
 
     The size is that of the rows before compression.
     """
@@ -31,7 +31,7 @@ def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store:
 
 
 def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, world_size: int) -> str:
-    """The text, in one line."""
+    """Return the announcement, on one line."""
     by_schedule: dict[str, list[str]] = {}
     for quantity in quantities:
         name = f"{quantity.name} (and the step after)" if quantity.needs.update else quantity.name
@@ -40,14 +40,14 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
     try:
         size = sum(n_bytes(groups[q.name]) * sum(q.starts(step) for step in range(STEPS)) for q in quantities)
         rows = f", up to {_readable(size)} of rows per {STEPS:,} steps"
-    except Exception:  # a schedule that knows fewer steps
+    except Exception:  # a schedule that only knows fewer steps
         rows = ""
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     return f"distcockpit: {ranks} -> {store}{rows}. {what}"
 
 
 def n_bytes(group: Group) -> int:
-    """Size of a row, coordinates included."""
+    """Return the size of a row in bytes, coordinates included."""
     fields = [*group.fields.values(), *COORDINATES.values()]
     row = sum(
         np.dtype(field.dtype).itemsize * int(np.prod([group.size(dim) for dim in field.dims], dtype=np.int64))

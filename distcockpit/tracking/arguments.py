@@ -1,4 +1,4 @@
-"""The arguments of DistCockpit: checked, and completed with what follows from them."""
+"""The arguments of DistCockpit: validation, and what follows from them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "grad_scaler": Rule("a torch.amp.GradScaler or None", lambda value: hasattr(value, "get_scale"), or_none=True),
     "track_batchnorm": Rule("True or False", lambda value: isinstance(value, bool)),
     "batch_dim": Rule(
-        "an integer, the axis of the model's inputs that is the batch",
+        "an integer, the batch axis of the model's inputs",
         _is_integer,
         "at least 0; count axes from the front",
         lambda value: value >= 0,
@@ -143,33 +143,33 @@ def check(call: str = "", /, **arguments: object) -> None:
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers: DistributedDataParallel, torch.compile, in any order.
+    """Unwrap the model: DistributedDataParallel and torch.compile, in any order.
 
     Raises:
-        TypeError: If the model is no module, or wrapped in something that is not supported.
+        TypeError: If the model is not a module, or its wrapper is not supported.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: must be a torch.nn.Module, mostly DistributedDataParallel(net).")
+        raise TypeError(f"model={model!r}: must be a torch.nn.Module, usually DistributedDataParallel(net).")
     bare = wrappers(model)[-1]
     for path, module in bare.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         what = f"model={type(model).__name__}" if not path else f"Module '{path}' of the model"
         if "FSDPModule" in kinds:
             raise TypeError(
-                f"{what} was given to fully_shard (FSDP2): its parameters exist whole only while it runs, and their "
-                "gradients never, so that the individual gradients cannot be compared with them, nor projected. Use "
-                "DistributedDataParallel, with ZeroRedundancyOptimizer where the optimizer's state is too large."
+                f"{what} is sharded with fully_shard (FSDP2): its parameters are only whole while it runs, and its "
+                "gradients never are, so per-sample gradients can be neither checked against them nor projected. Use "
+                "DistributedDataParallel, with ZeroRedundancyOptimizer if the optimizer state is too large."
             )
         if kinds & {"FullyShardedDataParallel", "DataParallel"}:
             raise TypeError(
-                f"{what} is a {type(module).__name__}: its parameters or its batch are split inside the wrapper, which "
-                "is not supported. Use DistributedDataParallel."
+                f"{what} is a {type(module).__name__}: it splits the parameters or the batch internally, which is not "
+                "supported. Use DistributedDataParallel."
             )
     for name, p in bare.named_parameters():
         if type(p).__name__ == "DTensor":
             raise TypeError(
-                f"Parameter '{name}' is a DTensor, of which each rank holds a part (tensor parallelism, fully_shard). "
-                "Only whole parameters are supported: use DistributedDataParallel."
+                f"Parameter '{name}' is a DTensor, so each rank holds only a shard of it (tensor parallelism, "
+                "fully_shard). Only whole parameters are supported: use DistributedDataParallel."
             )
     return bare
 
@@ -179,11 +179,11 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def named_optimizers(optimizer: object) -> Optimizers:
-    """The optimizers by name; a single one has an empty name, those of a list their places.
+    """Return the optimizers by name; a single one has an empty name, those in a list are named by index.
 
     Raises:
-        TypeError: If something is no optimizer.
-        ValueError: If there is none, or a name cannot be one of a group in the store.
+        TypeError: If an entry is not an optimizer.
+        ValueError: If there is none, or a name cannot name a group in the store.
     """
     if optimizer is None:
         return {}
@@ -195,16 +195,14 @@ def named_optimizers(optimizer: object) -> Optimizers:
         named = {"": optimizer}
     for name, each in named.items():
         if not hasattr(each, "param_groups"):
-            raise TypeError(
-                f"optimizer={each!r}: must be a torch.optim.Optimizer, several of them as a list or by name, or None."
-            )
+            raise TypeError(f"optimizer={each!r}: must be a torch.optim.Optimizer, a list or a dict of them, or None.")
         if not isinstance(name, str) or (name and not NAME.fullmatch(f"a_{name}")):
             raise ValueError(
-                f"optimizer={{{name!r}: ...}}: names must be texts of letters, digits, '_', '-' and '.': they name "
-                "groups in the store."
+                f"optimizer={{{name!r}: ...}}: names must be strings of letters, digits, '_', '-' and '.', because "
+                "they name groups in the store."
             )
     if not named:
-        raise ValueError(f"optimizer={optimizer!r}: holds no optimizer. Give one, or leave the argument out.")
+        raise ValueError(f"optimizer={optimizer!r}: holds no optimizer. Pass one, or omit the argument.")
     return {"": named["0"]} if list(named) == ["0"] and not isinstance(optimizer, Mapping) else named
 
 
@@ -214,21 +212,23 @@ def chosen_quantities(
     optimizers: Optimizers,
     model: Model,
 ) -> list[Quantity]:
-    """The quantities, each with a schedule and a name of its own; the learning rates with them.
+    """Resolve the quantities, each with its own schedule and name, and add the learning rates.
 
     Raises:
-        ValueError: If two have one name, or there is none.
-        TypeError: If something is no quantity, or the schedule is not callable.
+        ValueError: If two share a name, or there are none.
+        TypeError: If an entry is not a quantity, or the schedule is not callable.
     """
     if isinstance(schedule, int) and not isinstance(schedule, bool):
         schedule = every(schedule)
     if not callable(schedule):
         raise TypeError(
-            f"schedule={schedule!r}: must be a callable step -> bool, such as every(10), or a number of steps."
+            f"schedule={schedule!r}: must be a callable step -> bool, such as every(10), or an integer n for every(n)."
         )
     listed = [quantities] if isinstance(quantities, str | Quantity) else list(quantities)
     if not listed:
-        raise ValueError("quantities=[]: must hold at least one quantity; enabled=False turns the cockpit off.")
+        raise ValueError(
+            "quantities=[]: must contain at least one quantity. To turn the cockpit off, pass enabled=False."
+        )
     chosen = []
     for each in listed:
         mine = preset(each) if isinstance(each, str) else [each]
@@ -236,7 +236,7 @@ def chosen_quantities(
     for quantity in chosen:
         if not isinstance(quantity, Quantity):
             raise TypeError(
-                f"quantities: {quantity!r} is no Quantity. Give objects, such as MeanGSNR(), or names of presets."
+                f"quantities: {quantity!r} is not a Quantity. Pass instances, such as MeanGSNR(), or preset names."
             )
     if len(optimizers) > 1:
         given = {q.name for q in chosen}
@@ -246,8 +246,8 @@ def chosen_quantities(
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"quantities: {names.count(name)} have the name {name!r}, which is their group in the store. Give "
-                f"them different names: {type(chosen[names.index(name)]).__name__}(name=...)."
+                f"quantities: {names.count(name)} are named {name!r}, which is also the name of their group in the "
+                f"store. Give each its own name: {type(chosen[names.index(name)]).__name__}(name=...)."
             )
     chosen = [q.with_schedule(schedule) for q in chosen]
     if optimizers and "learning_rate" not in names:
@@ -267,14 +267,14 @@ MODULES: dict[object, type[nn.Module]] = {
     F.huber_loss: nn.HuberLoss,
     F.kl_div: nn.KLDivLoss,
 }
-"""The modules that call these functions."""
+"""The loss module that calls each function."""
 
 
 def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
-    """The loss module, and the function that stands for it, if the user gave a function.
+    """Return the loss module, and the function it was given as, if any.
 
     Raises:
-        TypeError: If the loss is neither a module, nor ``None``, nor a function of torch that a module stands for.
+        TypeError: If the loss is neither a module, nor ``None``, nor a torch function with an equivalent module.
     """
     if loss_fn is None:
         return None, None
@@ -284,16 +284,16 @@ def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
         return MODULES[loss_fn](), loss_fn
     raise TypeError(
         f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), a function such as "
-        "torch.nn.functional.cross_entropy, or None: the loss is found as the loop computes it, and loss_fn is for "
-        "curvature."
+        "torch.nn.functional.cross_entropy, or None. Only curvature needs loss_fn: the loss itself is found as the "
+        "loop computes it."
     )
 
 
 def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
-    """Check whether they belong to the model.
+    """Check whether the optimizers belong to the model.
 
     Raises:
-        ValueError: If an optimizer is one of another model, or two hold the same parameter.
+        ValueError: If an optimizer belongs to another model, or two hold the same parameter.
     """
     mine = {id(p): name for name, p in bare.named_parameters()}
     held: dict[int, str] = {}
@@ -301,26 +301,26 @@ def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if mine.keys().isdisjoint(ids):
             raise ValueError(
-                f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Give the optimizer of "
-                "this model."
+                f"optimizer={type(optimizer).__name__}: holds none of the model's parameters. Pass this model's "
+                "optimizer."
             )
         if twice := [p for p in ids if held.setdefault(p, name) != name]:
             raise ValueError(
-                f"optimizer: '{held[twice[0]]}' and '{name}' both hold parameter '{mine.get(twice[0], '?')}', so that "
-                "its updates cannot be told apart. Give each parameter to one optimizer."
+                f"optimizer: '{held[twice[0]]}' and '{name}' both hold parameter '{mine.get(twice[0], '?')}', so its "
+                "updates cannot be told apart. Give each parameter to one optimizer only."
             )
 
 
 def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> StoreOptions:
-    """The options of the store, together with those that are given by themselves.
+    """Merge ``store_options`` with store options passed as plain keywords.
 
     Args:
-        options: What the user gave as such.
-        flat: Keywords that are no arguments.
-        taking: The class that takes them.
+        options: What the user passed as ``store_options``.
+        flat: The remaining keywords.
+        taking: The class they were passed to.
 
     Raises:
-        TypeError: If these are none.
+        TypeError: If ``options`` is not a StoreOptions, or a keyword is unknown.
     """
     if not isinstance(options, StoreOptions):
         raise TypeError(f"store_options={options!r}: must be a StoreOptions, such as StoreOptions(flush_seconds=5).")
@@ -334,8 +334,8 @@ def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> 
     if flat:
         given = ", ".join(f"{name}={value!r}" for name, value in flat.items())
         warnings.warn(
-            f"DistCockpit({given}): give options of the store as store_options=StoreOptions({given}). The keywords by "
-            "themselves go with the next release.",
+            f"DistCockpit({given}): pass store options as store_options=StoreOptions({given}). Passing them as plain "
+            "keywords is deprecated and will stop working in the next release.",
             DeprecationWarning,
             stacklevel=3,
         )
@@ -343,13 +343,13 @@ def options_of_store(options: object, flat: Mapping[str, Any], taking: type) -> 
 
 
 def memory_in_bytes(argument: str, value: object) -> int:
-    """An amount of memory as a number.
+    """Convert an amount of memory to bytes.
 
     Raises:
-        TypeError: If it is neither a number nor a text.
-        ValueError: If it is no amount of memory, or not positive.
+        TypeError: If it is neither an integer nor a string.
+        ValueError: If it is not an amount of memory, or not positive.
     """
-    rule = "must be a positive number of bytes, or a text such as '256MiB' (B, kB, MB, GB, KiB, MiB, GiB)."
+    rule = "must be a positive number of bytes, or a string such as '256MiB' (B, kB, MB, GB, KiB, MiB, GiB)."
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{argument}={value!r}: {rule}")
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
@@ -383,17 +383,17 @@ def available(
     optimizers: Optimizers,
     mixing: str,
 ) -> tuple[list[Quantity], list[str]]:
-    """The quantities that can be had, and why others of a preset cannot.
+    """Split the quantities into those that can be tracked, and the reasons why others of a preset cannot.
 
     Args:
         quantities: All of them.
         bare: The bare module.
         loss_fn: The loss module.
         optimizers: By name.
-        mixing: Why individual gradients are not defined, if they are not: they are NaN then, or an error.
+        mixing: Why individual gradients are undefined, or empty; if undefined, they are NaN, or an error.
 
     Raises:
-        ValueError: If one that is required cannot; for curvature, as ``Diagonals.check_support``.
+        ValueError: If a required quantity cannot be tracked; for curvature, see ``Diagonals.check_support``.
     """
     found, missing = [], []
     for quantity in quantities:
@@ -419,19 +419,19 @@ def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None,
     differentiated = needs.eigenvalue is not None or needs.trace is not None
     if differentiated and loss_fn is not None and getattr(loss_fn, "reduction", None) not in REDUCTIONS:
         raise ValueError(
-            f"quantity '{quantity.name}' runs the step again, with a loss module of reduction 'mean' or 'sum', "
-            f"or a model that returns its loss, not with loss_fn={type(loss_fn).__name__}. Give DistCockpit such a "
-            "module, or leave the quantity out."
+            f"quantity '{quantity.name}' reruns the step, which needs a loss module with reduction 'mean' or 'sum', or "
+            f"a model that returns its loss, but loss_fn={type(loss_fn).__name__}. Pass DistCockpit such a module, or "
+            "leave the quantity out."
         )
     if needs.optimizer and not optimizers:
         raise ValueError(
-            f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Give DistCockpit the "
+            f"quantity '{quantity.name}' needs the learning rates, but optimizer=None. Pass DistCockpit the "
             "optimizer, or leave the quantity out."
         )
 
 
 def attributes(setup: Setup, cover: Cover) -> dict[str, Any]:
-    """Attributes of the store's root that tell what was tracked."""
+    """Return the root attributes of the store that say what is tracked."""
     return {
         "versions": versions(),
         "world_size": setup.world.size,
@@ -447,11 +447,11 @@ def attributes(setup: Setup, cover: Cover) -> dict[str, Any]:
 
 
 def segment(world_size: int, hosts: Sequence[str]) -> dict[str, Any]:
-    """Where this part of a run takes place.
+    """Describe where this part of the run takes place.
 
     Args:
         world_size: Number of ranks.
-        hosts: The host of each.
+        hosts: The host of each rank.
     """
     return {
         "world_size": world_size,
@@ -462,7 +462,7 @@ def segment(world_size: int, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Return the versions of everything the numbers depend on."""
     zarr = importlib.metadata.version("zarr")
     return {
         "distcockpit": importlib.metadata.version("distcockpit"),

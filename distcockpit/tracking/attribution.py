@@ -1,4 +1,4 @@
-"""From the micro-batches of a step to calls from which all individual gradients follow, as the step itself confirms."""
+"""From the micro-batches of a step to calls that yield all individual gradients, as verified by the step itself."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from distcockpit.tracking.setup import Setup
 
 @dataclass(frozen=True)
 class Attributed:
-    """The micro-batches of a step, and what is new about the way in which parameters are served."""
+    """The micro-batches of a step, and what is new about how parameters are served."""
 
     captured: list[Captured]
     has_news: bool = False  # whether `Attribution.coverage` changed
-    problem: str = ""  # why individual gradients are unknown from here on
+    problem: str = ""  # why individual gradients are unknown from here on, if they are
 
 
 class Attribution:
-    """Owns the routes by which parameters are served, and what steps have confirmed of them.
+    """Owns the routes that serve the parameters, and what steps have verified about them.
 
     Args:
         setup: What all ranks agreed on.
-        cover: The routes to begin with.
-        say: Says something once, by its topic.
-        last_checked: The latest step of an earlier part of the run that confirmed its routes.
+        cover: The initial routes.
+        say: Reports something once per topic.
+        last_checked: The last step of an earlier part of the run that verified its routes.
     """
 
     def __init__(self, setup: Setup, cover: Cover, say: Callable[[str, str], None], last_checked: int = -1) -> None:
@@ -41,7 +41,7 @@ class Attribution:
         self.check = SelfCheck(dict(setup.tracked), last_checked=last_checked)
 
     def adopt(self, setup: Setup) -> None:
-        """The model holds other tensors now, or other modules of the same kind."""
+        """Switch to the tensors, or modules of the same kind, that the model holds now."""
         self._setup, self.cover = setup, replace(self.cover, own=setup.layers)
         self.check.tracked = dict(setup.tracked)
 
@@ -52,19 +52,19 @@ class Attribution:
     def attribute(
         self, step: int, captured: list[Captured], seen: Mapping[str, Tensor], *, required: bool
     ) -> Attributed:
-        """Find uses from which all individual gradients follow.
+        """Find uses that yield all individual gradients.
 
-        Where those of the step do not do, it is run again: with batch statistics as constants, and while parameters
-        are not known to be served by their modules, for the parents of these.
+        If those of the step are not enough, the step is run again: with batch statistics as constants, and with parent
+        modules in place of modules that turn out not to serve their parameters.
 
         Args:
             step: The step.
             captured: Its micro-batches.
             seen: What autograd gave the parameters.
-            required: Whether the user listed quantities that need individual gradients.
+            required: Whether the user explicitly listed quantities that need individual gradients.
 
         Raises:
-            Exception: What is in the way, if a parameter was never served and it is required.
+            Exception: The problem, if a parameter was never served and is required.
         """
         if self.check.is_thorough:
             seen = {name: gradient.double() for name, gradient in seen.items()}
@@ -112,37 +112,37 @@ class Attribution:
         return Attributed(captured, has_news, problem)
 
     def _raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
-        """Let parents serve the parameters that their modules do not."""
+        """Let parent modules serve parameters that their own modules do not serve."""
         cover = self.cover.raise_for(unserved)
         cover.check(self._setup.slow_routes)
         self.cover = cover
         self.check.failed(unserved)
 
     def _give_up(self, parameters: Sequence[str], step: int, error: Exception) -> str:
-        """What was exact at earlier steps is not any more. That is no reason to end the run."""
+        """Record that what was exact at earlier steps no longer is, which is no reason to end the run."""
         right = self.check.last_checked
-        since = "" if right < 0 else f" were right at step {right}, and"
+        since = "" if right < 0 else f" were correct at step {right}, but"
         between = "" if right < 0 else " Rows in between may be wrong."
         self.check.give_up(parameters, step)
         return (
-            f"step {step}: individual gradients{since} are not known: {error} What follows from them is NaN until they "
-            f"are.{between}"
+            f"step {step}: per-sample gradients{since} are unknown now: {error} Everything derived from them is NaN "
+            f"until they are known again.{between}"
         )
 
     def _mixed_up(
         self, captured: Sequence[Captured], names: Sequence[str], constant: bool
     ) -> dict[str, tuple[str, list[str]]]:
-        """Which of the parameters are not served by calls whose rows are the samples, with the reason."""
+        """Return the parameters whose calls have output rows that are not samples, with the reason."""
         if not names:
             return {}
         layers, scopes = self.cover.layers, self.cover.scopes
         mixed = mixed_up_rows(captured, self._setup.bare, layers, self.axes, self._say, constant_statistics=constant)
         failing = {name: [path for path in scopes[name] if (path, name) in mixed] for name in names}
-        why = "the rows of what is computed with it are not the samples, one each"
+        why = "the rows computed with it do not correspond one-to-one to samples"
         return {name: (why, paths) for name, paths in failing.items() if paths}
 
     def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
-        """A second pass of each micro-batch, and the gradients that it gave the parameters."""
+        """Run a second pass of each micro-batch, and return the gradients it gave the parameters."""
         total: dict[str, Tensor] = {}
         result = []
         for micro in captured:

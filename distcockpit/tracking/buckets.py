@@ -178,7 +178,7 @@ class BucketWalk:
         return _Summed(part, None if powers is None else powers.flat_squares, rounded, [])
 
     def sum_exactly(self, names: Sequence[str], own: ByParameter, mean: ByParameter) -> None:
-        """Put sums in float64, over the very gradients that are squared, in the place of rounded ones."""
+        """Replace rounded sums with float64 sums over exactly the gradients that are squared."""
         parameters = {name: self._values[name] for name in names}
         self._exchanges.expect_more(sum(p.numel() for p in parameters.values()))
         again, adding = SquaredNorms(parameters), GradientSum(parameters)
@@ -194,17 +194,17 @@ class BucketWalk:
 class _Summed:
     """What the individual gradients of this rank add up to, in one bucket."""
 
-    part: ByParameter  # of G
-    squares: Tensor | None  # of their elements; flat, float64
-    rounded: RoundedNorms  # of the parameters whose part of G is autograd's, beside sums of squares
-    left: Sequence[Statistic]  # what was not fed
+    part: ByParameter  # this rank's part of G
+    squares: Tensor | None  # sums of squared elements; flat, float64
+    rounded: RoundedNorms  # for parameters whose part of G is autograd's, when squares are summed
+    left: Sequence[Statistic]  # statistics not fed yet
 
 
 def _autograds_sums(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor] | None:
-    """This rank's part of G, from what arrived at the parameters, by name, in the precision of autograd.
+    """Return this rank's part of G from what arrived at the parameters, by name, in autograd's precision.
 
-    ``None`` where it is not that: if several micro-batches came together, each with a scale of its own, and if
-    autograd rounds it to less than float32.
+    ``None`` if that is not possible: several micro-batches with scales of their own were accumulated, or autograd
+    rounds to less than float32.
     """
     totals, gradients = inputs.header.totals, inputs.parameter_gradients
     present = [micro for micro in inputs.captured if micro.batch_size]

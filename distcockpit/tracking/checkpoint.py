@@ -1,11 +1,11 @@
-"""The cockpit's own state: what a resumed run needs to write the rows that an uninterrupted one would have written.
+"""The cockpit's own state: what a resumed run needs to write the same rows as an uninterrupted one.
 
-That is what quantities keep from step to step (bin ranges, gradients for cosines), the parameters at the beginning of
-the run, and an update that has begun: the parameters before it, with the losses of its samples and their slopes along
-it, which cannot be had later. Random numbers of estimates need nothing: they follow from the seed, the step, the rank.
+It comprises what quantities keep from step to step (bin ranges, gradients for cosines), the initial parameters, and an
+update in progress: the parameters before it, the losses of its samples and their slopes along it, which cannot be
+recomputed later. Random numbers of estimates need no state: they are derived from the seed, the step and the rank.
 
-Rank 0's state holds everything, for any number of ranks. That of another rank holds what this rank needs; where each
-rank saves its own, each may load its own.
+Rank 0's state is complete and can be loaded with any number of ranks. Another rank's state holds what that rank needs;
+if each rank saves its own, each may load its own.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def save(session: Session) -> State:
     records = world.header(record_of(STATE, session.last_step))
     if absent := [rank for rank, record in enumerate(records) if record["joined"]]:
         raise RuntimeError(
-            f"state_dict(): ranks {absent} have run out of data, and wait in Join. Call it after `with Join(...)`, or "
-            "while all ranks have data."
+            f"state_dict(): ranks {absent} have run out of data and are waiting in Join. Call it after `with "
+            "Join(...)`, or while all ranks still have data."
         )
     memory = {q.name: _kept(session.memories.of(q)) for q in quantities}
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
@@ -75,7 +75,7 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: If a step was tracked already, or the ranks load different states.
-        ValueError: If this is not the state of such a cockpit.
+        ValueError: If this is not the state of a matching cockpit.
     """
     try:
         _check(session, state)
@@ -83,7 +83,7 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
     except (RuntimeError, ValueError) as error:
         problem = error
     world, device = session.setup.world, session.setup.device
-    # An update that no quantity sees from both ends is known to rank 0 alone.
+    # An update that no quantity needs from both ends is known to rank 0 only.
     steps = world.all_gather_object(
         (None, None) if problem else (state["step"], (state["start"] or {}).get("norm") is not None)
     )
@@ -91,10 +91,10 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
         raise problem
     for rank, told in enumerate(steps):
         if told[0] is None:
-            raise RuntimeError(f"load_state_dict(): rank {rank} could not load its state; its own error says why.")
+            raise RuntimeError(f"load_state_dict(): rank {rank} could not load its state; see the error on that rank.")
         if told != steps[0]:
             raise RuntimeError(
-                f"load_state_dict(): rank {rank} loads the state after step {told[0]}, rank 0 that after step "
+                f"load_state_dict(): rank {rank} loads the state saved after step {told[0]}, rank 0 the one after step "
                 f"{steps[0][0]}. Load the same checkpoint on all ranks."
             )
     session.resume(state["step"], _kept(state["initial"], device) if session.keeps_initial else {})
@@ -113,44 +113,44 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def _check(session: Session, state: Mapping[str, Any]) -> None:
-    """Check whether this rank can load it.
+    """Check whether this rank can load the state.
 
     Raises:
         RuntimeError: If a step was tracked already.
-        ValueError: If this is not the state of such a cockpit.
+        ValueError: If this is not the state of a matching cockpit.
     """
     if not session.may_load:
         raise RuntimeError(
-            f"load_state_dict(): step {session.last_step} was tracked or logged already. Call it before the first step."
+            f"load_state_dict(): step {session.last_step} is already tracked or logged. Call it before the first step."
         )
     if state.get("version") != VERSION:
         raise ValueError(
-            f"load_state_dict(): the state has version {state.get('version')!r}, this distcockpit reads {VERSION}. "
-            "Give it what state_dict() returned; without it a run is resumed with a seam."
+            f"load_state_dict(): the state has version {state.get('version')!r}, but this distcockpit reads {VERSION}. "
+            "Pass it what state_dict() returned, or resume without it: the run then has a seam."
         )
     saved, now = (state["start"] or {}).get("optimizers"), list(session.setup.facts.optimizers)
     if saved is not None and sorted(saved) != sorted(now):
         raise ValueError(
-            f"load_state_dict(): the state is of a run with the optimizers {saved}, this one has {now}. Give "
-            "DistCockpit optimizers of the same names."
+            f"load_state_dict(): the state is from a run with optimizers {saved}, this one has {now}. Pass DistCockpit "
+            "optimizers with the same names."
         )
     every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
     for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
         for name, value in kept.items():
             if every.get(name) != tuple(value.shape):
                 raise ValueError(
-                    f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, the model "
-                    f"has {every.get(name, 'none')}. Load the state of a run with this model."
+                    f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, but the "
+                    f"model has {every.get(name, 'none')}. Load the state of a run with this model."
                 )
 
 
 def _start(session: Session, start: Start) -> State:
-    """An update that began at the latest step, with what is known of this rank's samples now."""
+    """Return an update that began at the latest step, with what is known about this rank's samples now."""
     setup = session.setup
     looks = any(q.starts(start.stamp.step) and q.needs.update for q in setup.quantities)
     samples, norm = None, None
     if looks:
-        # The training may go on, and the optimizer step only now: nothing of this is kept.
+        # Training may go on, and the optimizer may step only afterwards: keep nothing of this.
         fresh = dataclasses.replace(start, _displacement={})
         update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
         norm = float(update.norm)
@@ -193,12 +193,12 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
 
 
 def _order(saved: list[str], now: list[str], n_parts: int) -> list[int]:
-    """Where the part of each optimizer of now is in what was saved; what none holds is the last in both."""
+    """Return where each current optimizer's part is in the saved state; parameters without optimizer come last."""
     return [*(saved.index(name) for name in now), *range(len(now), n_parts)]
 
 
 def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> list[State]:
-    """The rows of the user's log that may still change, with what would be pooled for them; on rank 0.
+    """Return the user's log rows that may still change, with the values they would be pooled to; on rank 0.
 
     Everything older is committed first.
     """
@@ -219,7 +219,7 @@ def _logs(session: Session, riding: list[Mapping[str, tuple[str, float]]]) -> li
 
 
 def _kept(value: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy that shares nothing with the original, made of plain containers, with its tensors on ``device``."""
+    """Return a copy that shares nothing with the original, in plain containers, with its tensors on ``device``."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, Mapping):

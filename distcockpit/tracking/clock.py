@@ -1,4 +1,4 @@
-"""Where a rank's time goes: a few readings of the clock per step."""
+"""Where a rank's time goes: a few clock readings per step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ UNKNOWN = float("nan")
 
 
 class Clock:
-    """Told when `track` is entered, when its body ends, and when it is left; on every step, tracked or not."""
+    """Notified when `track` is entered, when its body ends, and when it is left; on every step, tracked or not."""
 
     def __init__(self) -> None:
         self._born = time.perf_counter()
         self._entered = self._began = self._ended = self._left = UNKNOWN
         self._outside = self._step = UNKNOWN
-        self._wait = 0.0  # for other ranks, in this step
+        self._wait = 0.0  # spent waiting for other ranks in this step
 
     def enter(self) -> None:
         """`track` is entered."""
@@ -50,23 +50,23 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Since the construction of the cockpit, in all segments of the run together."""
+        """Seconds since the cockpit was constructed, over all segments of the run."""
         return time.perf_counter() - self._born
 
     def go_on_from(self, elapsed: float) -> None:
-        """So much had elapsed before."""
+        """Continue from the time that had already elapsed before."""
         self._born = time.perf_counter() - elapsed
 
     def times_elsewhere(self, traffic: Traffic) -> Times:
-        """Those of a step in which this rank had no part."""
+        """Return the times of a step that this rank had no part in."""
         unknown = (UNKNOWN,) * 6
         return Times(self.elapsed, *unknown, exchanges=traffic.exchanges, exchanged_bytes=traffic.bytes)
 
     def times(self, forward: float, traffic: Traffic) -> Times:
-        """This step, up to now.
+        """Return this step's times so far.
 
         Args:
-            forward: Time in the model's forward.
+            forward: Time in the model's forward pass.
             traffic: What was exchanged since the previous tracked step.
         """
         now = time.perf_counter()

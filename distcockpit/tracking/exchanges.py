@@ -1,4 +1,4 @@
-"""The exchanges between header and sums, which other ranks wait for: a rank that fails must still answer."""
+"""The exchanges between header and sums. Other ranks wait for these, so a rank that fails must still answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Exchanges:
             vectors: By kind: one vector, or its parts in the order of the parameters.
 
         Returns:
-            Flat totals, float64, by kind; with one rank all but the mean, which needs no exchange and no copy.
+            Flat totals, float64, by kind; on a single rank without the mean, which needs no exchange and no copy.
         """
         if not self.kinds:
             return {}
@@ -68,22 +68,22 @@ class Exchanges:
         return self._all_reduce(buffer)
 
     def expect_more(self, size: int) -> None:
-        """All ranks are about to pool a vector of this length once more."""
+        """Announce that all ranks are about to pool one more vector, of this length."""
         self._more = size
 
     def pool_more(self, vector: Tensor) -> Tensor:
-        """Add it over ranks."""
+        """All-reduce that vector."""
         self._more = 0
         return vector if self._setup.world.size == 1 else self._all_reduce(vector.clone())
 
     def confirm(self) -> None:
-        """Make sure that all ranks are about to begin an iteration for an eigenvalue; once for each.
+        """Make sure that all ranks are about to start an eigenvalue iteration; called once per eigenvalue.
 
         Raises:
-            RuntimeError: If one failed before.
+            RuntimeError: If a rank failed before.
         """
         if failed := self._confirm(0.0):
-            raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; their own errors say why.")
+            raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; see the errors on those ranks.")
 
     def _confirm(self, failed: float) -> int:
         flag = torch.full((1,), failed, dtype=torch.float64, device=self._setup.device)
@@ -96,7 +96,7 @@ class Exchanges:
             return self._setup.world.all_reduce(buffer)
 
     def give_up(self) -> None:
-        """Answer what the other ranks still wait for: with NaN, and with the word that this one failed."""
+        """Answer what the other ranks still wait for: send NaN, and report that this rank failed."""
         unknown = torch.full((), float("nan"), dtype=torch.float64, device=self._setup.device)
         if self._more:
             self.pool_more(unknown.repeat(self._more))

@@ -29,8 +29,8 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
         start_stamp: Of the step at which the update began that ended here.
 
     Raises:
-        RankFailed: If a rank failed, and no rank has sent anything.
-        RuntimeError: If the ranks' sums differ in names or lengths.
+        RankFailed: If a rank failed and no rank has sent anything.
+        RuntimeError: If the ranks' sums differ in name or length.
     """
     setup, active = session.setup, inputs.active
     rows = [q for q in active if not active.needs[q.name].displacement]
@@ -72,13 +72,13 @@ def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agr
     """The sums of this rank; NaN of a quantity that fails here, for the other ranks wait for them.
 
     Raises:
-        RankFailed: If it is not known yet what its sums look like. The other ranks learn of it and send none.
+        RankFailed: If the layout of its sums is not known yet. The other ranks are told, and send nothing.
     """
     device = session.setup.device
     computed = _Computed()
 
     def give_up(names: Sequence[str], error: Exception) -> None:
-        if agreed is None:  # the others are about to compare
+        if agreed is None:  # the others are about to compare layouts
             session.setup.world.refuse(record_of(COMPARE, inputs.step))
             raise RankFailed from error
         why = f"{type(error).__name__}: {error}"

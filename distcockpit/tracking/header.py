@@ -20,13 +20,13 @@ UNKNOWN = float("nan")
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What the headers of all ranks say together."""
+    """What the headers of all ranks add up to."""
 
     n: int  # N
     weight: float  # W
     is_mixed: bool = False  # whether ranks differentiate different combinations of losses
-    owns: Sequence[float] = ()  # what ranks multiply their means by, where they differ
-    is_sum: bool = False  # whether nothing divides the sum over samples, on any rank
+    owns: Sequence[float] = ()  # the factors of the ranks' means, if they differ
+    is_sum: bool = False  # whether the sum over samples is divided by nothing, on any rank
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, float]]) -> BatchTotals:
@@ -50,15 +50,15 @@ class BatchTotals:
 
 @dataclass(frozen=True)
 class ModelState:
-    """The model and the optimizer as they are at a step."""
+    """The state of the model and the optimizers at a step."""
 
     every: Mapping[str, Tensor]  # all parameters
     learning_rates: Sequence[float | Tensor]
-    scale: float | None  # of mixed precision
+    scale: float | None  # the loss scale of mixed precision
 
     @classmethod
     def of(cls, setup: Setup) -> ModelState:
-        """Those of this rank."""
+        """Return the state on this rank."""
         return cls({name: p.detach() for name, p in setup.every.items()}, setup.learning_rates(), setup.loss_scale())
 
 
@@ -73,21 +73,19 @@ class Header:
 
     @classmethod
     def of(cls, session: Session, records: Sequence[Record], state: ModelState | None, epoch: float | None) -> Header:
-        """After the headers the first rank that still trains broadcasts its model to ranks that have joined.
-
-        All ranks call it.
+        """Broadcast the model from the first rank that still trains to ranks that have joined; all ranks call it.
 
         Args:
             session: This rank's side of the run.
             records: The headers.
-            state: The model as it is; ``None`` on ranks that have joined.
-            epoch: Of the step.
+            state: The current model; ``None`` on ranks that have joined.
+            epoch: The epoch of the step.
         """
         joined = session.joined.note(records)
         if joined:
             source = next(rank for rank in range(session.setup.world.size) if rank not in joined)
             state, epoch = _broadcast(session.setup, source, state, epoch)
-        assert state is not None  # ranks that train know theirs
+        assert state is not None  # ranks that train know their own
         return cls(BatchTotals.of(records), state, epoch, session.share_logs(records))
 
 

@@ -26,7 +26,7 @@ class LocalCurvature:
 
     @classmethod
     def of_nothing(cls, session: Session, active: Active) -> LocalCurvature:
-        """That of no samples."""
+        """Return the curvature of no samples."""
         s = session.setup
         return cls(
             {kind: session.diagonals.of(kind, [], []) for kind in active.each("curvature")},
@@ -43,13 +43,13 @@ class StepInputs:
     captured: Sequence[Captured]  # the micro-batches
     parameter_gradients: ParameterGradients  # what autograd gave the tracked parameters
     active: Active  # the quantities of this step
-    starting: Active  # those of them with a row that begins here
+    starting: Active  # those of them that have a row starting here
     update: Update | None  # the update that ended here
-    curvatures: LocalCurvature  # those of this rank's micro-batches
-    start_values: Mapping[str, Tensor] | None  # copies of the parameters, for an update that begins here
+    curvatures: LocalCurvature  # of this rank's micro-batches
+    start_values: Mapping[str, Tensor] | None  # copies of the parameters, for an update that starts here
     times: Callable[[], Times]
 
     @property
     def keeps(self) -> bool:
-        """True if formed individual gradients are needed once more, when the update that begins here is known."""
+        """True if the individual gradients formed here are needed again, once the update that starts here is known."""
         return self.starting.wants("update")

@@ -9,7 +9,7 @@ from distcockpit.world import Record
 
 
 class JoinedRanks:
-    """Which ranks have joined: they make no optimizer steps any more, and need the parameters of those that do."""
+    """The ranks that have joined: they take no optimizer steps any more and need the parameters of those that do."""
 
     def __init__(self) -> None:
         self.is_possible = False  # whether the loop is inside `Join`
@@ -17,17 +17,17 @@ class JoinedRanks:
         self._step = -1
 
     def expect(self) -> None:
-        """From here on ranks may run out of data."""
+        """Expect ranks to run out of data from here on."""
         self.is_possible = True
 
     def note(self, records: Sequence[Record]) -> frozenset[int]:
-        """Which of the ranks whose headers these are have joined."""
+        """Return the ranks that have joined, according to their headers."""
         self._ranks = frozenset(rank for rank, record in enumerate(records) if record["joined"])
         self._step = int(max(record["step"] for record in records))
         return self._ranks
 
     def wait_for_parameters(self, step: int, quantities: Iterable[Quantity]) -> bool:
-        """True if rank 0 has joined, and needs the parameters of this step: an update ended there."""
+        """True if rank 0 has joined and waits for the parameters of this step, at which an update ended."""
         if 0 not in self._ranks or self._step != step - 1:
             return False
         return any(q.needs.displacement and q.starts(step - 1) for q in quantities)

@@ -19,10 +19,10 @@ from distcockpit.tracking.session import Session
 
 
 def local_batches(session: Session, inputs: StepInputs) -> dict[str, LocalBatch]:
-    """What each of the active quantities sees, by name.
+    """Compute what each active quantity sees, by name.
 
     Raises:
-        Exception: What went wrong on this rank; no other rank is left waiting for it.
+        Exception: Whatever went wrong on this rank; no other rank is left waiting.
     """
     exchanges = Exchanges(session.setup, session.clock, inputs.active)
     try:
@@ -103,12 +103,12 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
 
 
 def _averaged(inputs: StepInputs, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
-    """What the step left in ``.grad``, beside the plain average.
+    """Return what the step left in ``.grad``, along with the plain average.
 
     Args:
         inputs: This rank's side of the step.
         parameters: The tracked parameters.
-        plain: The mean over ranks of what arrived.
+        plain: The mean over ranks of the gradients that arrived.
     """
     held = [inputs.parameter_gradients.added(name).reshape(-1) for name in inputs.parameter_gradients.left]
     nothing = torch.zeros((), dtype=torch.float64, device=plain.device)
@@ -130,20 +130,20 @@ def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> 
 
 
 def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
-    """The sum, float64; ``None`` if one of the values is not known."""
+    """Return the sum, float64; ``None`` if one of the values is unknown."""
     known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([nothing, *known]).sum() if len(known) == len(values) else None
 
 
 def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
-    """Gradients at the outputs of calls with parameters, by layer, in the order of the backward pass."""
+    """Return the gradients at the outputs of calls with parameters, by layer, in backward order."""
     uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.parameters]
     return [(use.layer.path, g) for use in uses if use.layer.path in layers for g in use.output_gradients.values()]
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:
-    """Gradients at the outputs of modules."""
+    """Return the gradients at the outputs of modules."""
     gradients: dict[str, list[Tensor]] = {path: [] for path in leaves}
     for batch in batches:
         for use in batch.uses:
@@ -153,5 +153,5 @@ def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool])
 
 
 def observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
-    """What one quantity kept of the outputs: by micro-batch, in forward order."""
+    """Return what one quantity kept of the outputs: by micro-batch, in forward order."""
     return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]

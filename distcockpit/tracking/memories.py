@@ -1,4 +1,4 @@
-"""What quantities keep from step to step, once they have seen the totals that they asked for."""
+"""What quantities keep from step to step, after they have seen the totals that they asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Memories:
         self._unread: dict[str, tuple[Layout, Pending]] = {}
 
     def of(self, quantity: Quantity) -> dict[str, Any]:
-        """What a quantity keeps, after it has seen the latest totals it asked for; waits for these."""
+        """Return what a quantity keeps, after showing it the latest totals it asked for; waits for these."""
         memory = self._kept.setdefault(quantity.name, {})
         if quantity.name in self._unread:
             layout, sums = self._unread.pop(quantity.name)
@@ -28,10 +28,10 @@ class Memories:
         return memory
 
     def restore(self, quantity: Quantity, kept: Mapping[str, Any]) -> None:
-        """Go on with what a quantity kept in an earlier part of the run."""
+        """Continue with what a quantity kept in an earlier part of the run."""
         self._kept.setdefault(quantity.name, {}).update(kept)
 
     def expect(self, quantity: Quantity, layout: Layout, sums: Pending) -> None:
-        """These totals are on their way to a quantity that learns from them."""
+        """Remember totals in flight that a quantity learns from."""
         if quantity.reads_totals:
             self._unread[quantity.name] = (layout, sums)

@@ -25,7 +25,7 @@ class Layout:
 
     @cached_property
     def by_owner(self) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-        """The parts whose names begin alike, ``owner/...``, together."""
+        """The parts grouped by the prefix of their names, ``owner/...``."""
         found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in self.parts:
             found.setdefault(name.partition("/")[0], []).append((name, shape))
@@ -42,7 +42,7 @@ class Layout:
 
 
 def pack(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """One float64 buffer on ``device``."""
+    """Pack the sums into one float64 buffer on ``device``."""
     if not sums:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.cat([value.reshape(-1).to(device, torch.float64) for value in sums.values()])

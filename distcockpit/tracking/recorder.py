@@ -1,4 +1,4 @@
-"""Rank 0's side: totals become rows. Everything here that takes time runs on the writer's thread."""
+"""Rank 0's side: totals become rows. Everything slow here runs on the writer's thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distcockpit.world import Pending
 
 @dataclass(frozen=True)
 class Stamp:
-    """When a step was: what every row carries."""
+    """When a step happened: what every row carries."""
 
     step: int
     epoch: float | None
@@ -40,10 +40,10 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Result:
-    """Sums on their way, and facts.
+    """Sums in flight, and facts.
 
-    ``quantities`` holds each quantity with the stamp of its row: that of the step, or of the step before, where an
-    update began.
+    ``quantities`` pairs each quantity with the stamp of its row: that of the step, or of the step before if that is
+    where an update began.
     """
 
     n: int
@@ -54,18 +54,18 @@ class Result:
     facts: Pending
 
     def is_there(self) -> bool:
-        """True if nothing is on its way any more."""
+        """True if nothing is in flight any more."""
         return self.sums.done() and self.facts.done()
 
 
 class Recorder:
-    """The store, the thread that writes it, and the newest rows.
+    """The store, the thread that writes it, and the latest rows.
 
     Args:
         store: The run's store.
         options: When to write, and how long to wait.
         model: Facts about the model.
-        sinks: Where rows go beside the store.
+        sinks: Where rows go in addition to the store.
     """
 
     def __init__(self, store: RunStore, options: StoreOptions, model: Model, sinks: Sequence[Sink] = ()) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         self._terminated = Terminated(self._writer.flush)
         self._latest: dict[str, dict[str, Any]] = {}
         self._model = model
-        self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; belongs to the writer's thread
+        self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; only the writer's thread touches it
 
     @property
     def error(self) -> BaseException | None:
@@ -83,13 +83,13 @@ class Recorder:
         return self._writer.error
 
     def latest(self) -> dict[str, dict[str, Any]]:
-        """The newest row of each quantity."""
+        """Return the latest row of each quantity."""
         return {
             name: {key: np.copy(value)[()] for key, value in row.items()} for name, row in list(self._latest.items())
         }
 
     def begin(self, step: int, limits: Mapping[str, int]) -> None:
-        """The first step is known; see `RunStore.begin`."""
+        """Tell the writer the first step; see `RunStore.begin`."""
 
         def job(store: RunStore) -> bool:
             store.begin(step, limits)
@@ -98,7 +98,7 @@ class Recorder:
         self._writer.submit(Job(job, insist=True))
 
     def change(self, step: int, groups: Mapping[str, Group], facts: Mapping[str, Any], model: Model) -> None:
-        """The model is another one from this step on; see `RunStore.change`."""
+        """Tell the writer that the model is a different one from this step on; see `RunStore.change`."""
 
         def job(store: RunStore) -> bool:
             store.change(step, groups, facts)
@@ -108,16 +108,16 @@ class Recorder:
         self._writer.submit(Job(job, insist=True))
 
     def record(self, result: Result) -> None:
-        """Finalize and append the rows of a step, and the pooled user scalars that rode with it."""
+        """Finalize and append the rows of a step, and keep the pooled user scalars that were sent with it."""
         self._writer.submit(Job(lambda store: self._record(store, result), len(result.quantities), result.is_there))
 
     def record_logs(self, entries: Sequence[LogEntry]) -> None:
-        """Append rows of user scalars; what was pooled for their steps has been recorded before."""
+        """Append rows of user scalars; their pooled values have already been recorded."""
         if entries:
             self._writer.submit(Job(lambda store: self._record_logs(store, entries), len(entries)))
 
     def describe(self, attributes: Mapping[str, Any], *, at_once: bool) -> None:
-        """Exchange attributes of the store's root, at once or with the next rows that are committed."""
+        """Replace attributes of the store's root, at once or with the next commit."""
 
         def job(store: RunStore) -> bool:
             store.describe(attributes)
@@ -126,18 +126,18 @@ class Recorder:
         self._writer.submit(Job(job))
 
     def flush(self) -> bool:
-        """Wait until all is committed, or the store takes too long; says whether it is."""
+        """Wait until everything is committed, or the store takes too long; return whether it is."""
         return self._writer.flush()
 
     def pooled(self, step: int) -> dict[str, float]:
-        """The user scalars of a step that were pooled and wait for its row; to be asked for after `flush`."""
+        """Return the user scalars of a step that were pooled and wait for their row; call it after `flush`."""
         return dict(self._pooled.get(step, {}))
 
     def close(self, state: str, *, wait_for_ranks: bool = True) -> None:
-        """Write what is there, with this state of the run, and end the thread."""
+        """Write what has arrived, mark the run with this state, and end the thread."""
         self._writer.close(state, wait_for_ranks=wait_for_ranks)
         self._terminated.remove()
-        if self._sinks:  # after the store; a service that does not answer must not hold up the end of the run
+        if self._sinks:  # after the store; an unresponsive service must not delay the end of the run
             ending = threading.Thread(target=self._tell, args=[lambda sink: sink.close()], daemon=True)
             ending.start()
             ending.join(self._patience)
@@ -154,7 +154,7 @@ class Recorder:
         for quantity, stamp in result.quantities:
             try:
                 commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
-            except Exception as error:  # one quantity must not take the others with it
+            except Exception as error:  # one quantity must not take the others down with it
                 self._writer.lose(1)
                 self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
         for name, value in totals.get("log", {}).items():
@@ -181,7 +181,7 @@ class Recorder:
         return commit_due
 
     def _show(self, name: str, stamp: Stamp, row: Mapping[str, Any]) -> None:
-        """Give a row to the sinks."""
+        """Pass a row to the sinks."""
         if self._sinks:
             numbers, histogram = numbers_of(row), Histogram.of(row)
             self._tell(lambda sink: sink.write(name, stamp.step, stamp.wall_time, numbers, histogram))
@@ -190,10 +190,12 @@ class Recorder:
         for sink in list(self._sinks):
             try:
                 what(sink)
-            except Exception as error:  # the store has the row, and the run goes on
+            except Exception as error:  # the row is in the store, and the run goes on
                 self._sinks.remove(sink)
                 name = type(sink).__name__
-                self.notices.when_new(f"sink {name}", f"{name} gets no more rows: {error}")
+                self.notices.when_new(
+                    f"sink {name}", f"{name} is disabled after an error and receives no more rows: {error}"
+                )
 
     def _record_logs(self, store: RunStore, entries: Sequence[LogEntry]) -> bool:
         commit_due = False

@@ -44,7 +44,7 @@ class Session:
     memories: Memories = field(default_factory=Memories)
     initial: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters at the first call of `track`
     last_step: int = -1
-    is_inside: bool = False  # whether a step has begun and not ended
+    is_inside: bool = False  # whether a step has begun but not ended
     is_settled: bool = False  # whether a tracked step was finished
     attribution: Attribution = field(init=False)
     userlog: UserLog = field(init=False)
@@ -57,7 +57,7 @@ class Session:
     keeps_initial: bool = field(init=False)
     _is_broken: bool = False  # whether a tracked step failed here after its header
     _begins_again: bool = False  # whether ranks must begin another part together
-    _first_step: int | None = None  # tracked or logged, which may differ between ranks
+    _first_step: int | None = None  # first step tracked or logged; may differ between ranks
     _first_tracked: int | None = None
     _outstanding: list[Pending] = field(default_factory=list)
 
@@ -75,34 +75,34 @@ class Session:
     # -- the order of steps --------------------------------------------------------------------------------------------
 
     def evaluates_again(self, step: int) -> bool:
-        """True if this is another evaluation of the closure of LBFGS, at other parameters than the step began with."""
+        """True if LBFGS evaluates its closure again, at parameters other than those the step began with."""
         closures = any(isinstance(each, torch.optim.LBFGS) for each in self.setup.optimizers.values())
         return closures and step == self.last_step and not self.is_inside and not self.shutdown.is_closed
 
     def begin(self, step: int) -> None:
-        """Check a step that begins.
+        """Check that a step may begin.
 
         Raises:
             RuntimeError: If the cockpit is closed, or another step has not ended.
-            ValueError: If the step does not grow.
+            ValueError: If the step does not increase.
         """
         self._check_open(f"track(step={step})")
         if self.is_inside:
             raise RuntimeError(
-                f"track(step={step}): step {self.last_step} has not ended; `track` must not be entered twice. Put "
-                "all micro-batches of a step inside one `with cockpit.track(step):`."
+                f"track(step={step}): step {self.last_step} has not ended; `track` cannot be nested. Put all "
+                "micro-batches of a step inside one `with cockpit.track(step):`."
             )
         if step <= self.last_step:
             raise ValueError(
-                f"track(step={step}): steps must grow, the latest was {self.last_step}. Count optimizer steps over "
-                "the whole run, not within an epoch."
+                f"track(step={step}): steps must increase, but the latest was {self.last_step}. Count optimizer steps "
+                "over the whole run, not per epoch."
             )
         self.clock.enter()
         self.follow(step)
         self.is_inside = True
 
     def follow(self, step: int) -> None:
-        """A call of `track`, here or on the ranks that still train."""
+        """Register a call of `track`, here or on the ranks that still train."""
         self._begin_segment(step)
         if self._first_tracked is None:
             self._first_tracked = step
@@ -119,43 +119,43 @@ class Session:
         self._is_broken = True
 
     def skip(self, step: int, error: BaseException) -> None:
-        """This step is not tracked, on any rank. The run goes on.
+        """Skip this step on all ranks; the run goes on.
 
         Args:
             step: The step.
-            error: What is in the way.
+            error: Why it cannot be tracked.
         """
         self.updates.forget()
         self._begins_again |= isinstance(error, ModelsDiffer)
         self.say_once(
             f"skipped {type(error).__name__}",
-            f"step {step} is not tracked, nor are later ones as long as this lasts; the run goes on: "
+            f"step {step} is not tracked, and neither are later steps while this lasts; training continues: "
             f"{type(error).__name__}: {error}",
         )
 
     def may_try_again(self, previous: int, start: Start | None) -> None:
-        """The step was left by an error of the loop's, which may catch it: the same step may come again.
+        """Allow the same step again after an exception in the loop, which may catch it and retry.
 
         Args:
             previous: The step before.
-            start: Of the update that ended where this step began.
+            start: The start of the update that ended where this step began.
         """
         self.last_step = previous
         self.updates.take_back(start)
 
     def end(self) -> None:
-        """The step ends."""
+        """End the step."""
         self.is_inside = False
         self.clock.leave()
 
     def check_health(self) -> None:
-        """Check whether this rank can go on; asked before each header, so that all ranks stop together.
+        """Check whether this rank can go on; called before each header, so that all ranks stop together.
 
         Raises:
-            RuntimeError: If an earlier step failed half-way, or faults of the store shall raise and there is one.
+            RuntimeError: If an earlier step failed half-way, or on_error="raise" and the store has a fault.
         """
         if self._is_broken:
-            raise RuntimeError("An earlier tracked step failed on this rank after the others had sent their sums.")
+            raise RuntimeError("An earlier tracked step failed on this rank after the other ranks had sent their sums.")
         self._raise_fault()
 
     def _raise_fault(self) -> None:
@@ -170,12 +170,12 @@ class Session:
     # -- parts of the run ----------------------------------------------------------------------------------------------
 
     def _begin_segment(self, step: int) -> None:
-        """The first step that is tracked or logged: a resumed run drops its rows from there."""
+        """Register the first step that is tracked or logged: a resumed run drops its rows from there on."""
         if self._first_step is not None:
             return
         self._first_step = step
         if self.recorder is not None:
-            # The row of an update that ended at this step will be written again, or is cut in two.
+            # The row of an update that ended at this step will be written again, or the update is interrupted.
             limits = {q.name: step - 1 for q in self.setup.quantities if q.ends_updates}
             if self.updates.start is not None:
                 limits |= {q.name: self.updates.start.stamp.step for q in self.updates.start.displaced}
@@ -208,24 +208,26 @@ class Session:
 
     @property
     def is_by_hand(self) -> bool:
-        """True if the user listed a quantity; else all are of presets, which never end a run."""
+        """True if the user listed a quantity explicitly; quantities of presets alone never end a run."""
         return any(q.required for q in self.setup.quantities)
 
     def look_at_model(self, step: int, *, is_as_it_was: bool) -> None:
-        """Where the model is not the one that is tracked any more, another part of the run begins.
+        """Start a new part of the run if the model is no longer the one being tracked.
 
         Args:
             step: The step that begins.
             is_as_it_was: Whether its parameters and modules are those of this part of the run.
 
         Raises:
-            ValueError: If it cannot be tracked as it is now.
+            ValueError: If the model cannot be tracked in its current form.
         """
         every, modules = dict(self.setup.bare.named_parameters()), dict(self.setup.bare.named_modules())
         if self._begins_again or not is_as_it_was:
             self._begin_part(step, self.setup.as_it_is())
             return
-        if any(modules[layer.path] is not layer.module for layer in self.setup.layers):  # others of the same kind
+        if any(
+            modules[layer.path] is not layer.module for layer in self.setup.layers
+        ):  # replaced by others of the same kind
             self._adopt(self.setup.as_it_is())
         if any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
@@ -245,7 +247,7 @@ class Session:
         self.diagonals, self.agreements = Diagonals(setup.bare, setup.loss_fn), Agreements(setup.world)
         self.memories = Memories()
         self.updates.begin_part(setup, self.memories)
-        if self.initial:  # a parameter's distance is from where it was when it came
+        if self.initial:  # measure a parameter's distance from where it was when it was added
             known = {name: value for name, value in self.initial.items() if setup.every.get(name) is before.every[name]}
             self.initial = {name: known.get(name, p.detach().clone()) for name, p in setup.tracked.items()}
         change = before.change_to(setup)
@@ -255,18 +257,18 @@ class Session:
             self.recorder.change(step, groups, facts, setup.facts)
         self.say_once(
             f"changed: {change}",
-            f"step {step}: the model is not the one that was tracked before: {change}. Another part of the run begins: "
-            "what compares with earlier steps begins anew, and what the model does not have now is NaN.",
+            f"step {step}: the model is not the one that was tracked before: {change}. A new part of the run begins: "
+            "comparisons with earlier steps start over, and values that do not apply to the current model are NaN.",
         )
 
     # -- what is said and sent -----------------------------------------------------------------------------------------
 
     def say_once(self, topic: str, text: str) -> None:
-        """Log a warning, the first time that its topic comes up; rank 0 stores it in the attribute ``notices``."""
+        """Log a warning the first time its topic comes up; rank 0 also stores it in the attribute ``notices``."""
         self.notices.once(topic, text, self.last_step)
 
     def tell_coverage(self) -> None:
-        """Rank 0 stores how each parameter is tracked, and says once which take a slow route, and what it costs."""
+        """Store how each parameter is tracked (on rank 0), and warn once about slow routes and their cost."""
         if self.recorder is None:
             return
         self.recorder.describe({"coverage": self.attribution.coverage().attributes()}, at_once=False)
@@ -274,10 +276,10 @@ class Session:
             examples = [f"'{name}' by {module}" for name, module in list(slow.items())[:3]]
             self.say_once(
                 "slow",
-                f"{len(slow)} of {len(self.setup.tracked)} parameters take a slow exact route: on tracked steps a part "
-                "of the model is run again with one backward pass per sample. "
-                f"{', '.join(examples)}{', ...' if len(slow) > 3 else ''}; cockpit.coverage() tells all, and why. "
-                "exclude=[...] leaves layers out, fallback='error' refuses such routes.",
+                f"{len(slow)} of {len(self.setup.tracked)} parameters take a slow exact route: on tracked steps, a "
+                "part of the model is run again with one backward pass per sample. "
+                f"{', '.join(examples)}{', ...' if len(slow) > 3 else ''}. cockpit.coverage() lists all of them, and "
+                "why. exclude=[...] leaves layers out, and fallback='error' refuses slow routes.",
             )
 
     def log(self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, float | Tensor]) -> None:
@@ -317,10 +319,10 @@ class Session:
             self._raise_fault()
 
     def _end(self, orderly: bool) -> None:
-        """Write everything and end. Only an orderly end talks with, or waits for, other ranks.
+        """Write everything and finish. Only an orderly end communicates with, or waits for, other ranks.
 
         Raises:
-            RuntimeError: If faults of the store shall raise and there is one.
+            RuntimeError: If on_error="raise" and the store has a fault.
         """
         try:
             if orderly:
@@ -329,7 +331,7 @@ class Session:
                     self._send_last_logs()
                 for pending in self._outstanding:
                     pending.result()
-        except RuntimeError as error:  # the run is over; its other ranks ended otherwise, or are gone
+        except RuntimeError as error:  # the run is over; the other ranks ended differently, or are gone
             logger.warning("distcockpit: close(): %s", error)
             orderly = False
         finally:
@@ -345,7 +347,7 @@ class Session:
     def _record_last_displacement(self) -> None:
         try:
             self.updates.close()
-        except Exception as error:  # rank 0 alone does this, and the others are about to meet it
+        except Exception as error:  # only rank 0 does this, and the others are about to exchange with it
             logger.warning("distcockpit: the last update could not be recorded (%s).", error)
 
     def _send_last_logs(self) -> None:

@@ -24,23 +24,23 @@ class Setup:
 
     world: World
     bare: nn.Module  # the model without its wrappers
-    wrappers: Sequence[nn.Module]  # these
+    wrappers: Sequence[nn.Module]  # the wrappers around it, outermost first
     layers: Sequence[Layer]  # each with the parameters that it owns
     facts: Model
     quantities: Sequence[Quantity]
     loss_fn: nn.Module | None
     track_batchnorm: bool
     batch_dim: int
-    slow_routes: bool  # whether parameters may take one
-    memory_budget: int  # bytes of a block of individual gradients, and of what stays of them for the next walk
+    slow_routes: bool  # whether parameters may take a slow route
+    memory_budget: int  # bytes for a block of individual gradients, and for those kept for the next walk
     grad_scaler: torch.amp.GradScaler | None
     optimizers: Mapping[str, torch.optim.Optimizer]  # by name; a single one has an empty name
-    raise_errors: bool  # whether faults of the environment raise at the next step
+    raise_errors: bool  # whether environment faults raise at the next step
     n_groups: Sequence[int]  # how many parameter groups each optimizer has
-    loss_function: object  # what stands for the loss module, if the user gave a function
+    loss_function: object  # the function passed in place of a loss module, if any
     include: Sequence[str] | None
     exclude: Sequence[str] | None
-    structure: tuple[object, ...] = field(init=False)  # what makes this part of the run
+    structure: tuple[object, ...] = field(init=False)  # what identifies this part of the run
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "structure", structure_of(self.bare, self.optimizers))
@@ -61,7 +61,7 @@ class Setup:
         return buckets(self.tracked)
 
     def forget_parameters(self) -> None:
-        """The model holds others now."""
+        """Drop the cached parameters, because the model now holds different ones."""
         for name in ("every", "tracked"):
             vars(self).pop(name, None)
 
@@ -72,28 +72,28 @@ class Setup:
 
     @cached_property
     def block_elements(self) -> int:
-        """How many elements a block may have: more than fit a cache do not pay."""
+        """Number of elements of a block: blocks that exceed a cache do not pay off."""
         size = max(p.element_size() for p in self.tracked.values())
         return min(BLOCK_ELEMENTS, self.memory_budget // size)
 
     @property
     def batch_statistics_are_constants(self) -> bool:
-        """True if this step's individual gradients take the statistics of a batch as constants."""
+        """True if this step's individual gradients treat batch statistics as constants."""
         return bool(training(self.batchnorms))
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.bare.parameters()).device
 
     def is_as_it_was(self) -> bool:
-        """True if model and optimizers have the parameters and modules that this part of the run began with."""
+        """True if the model and the optimizers have the parameters and modules this part of the run started with."""
         modules = dict(self.bare.named_modules())
         owners = all(modules.get(layer.path) is layer.module for layer in self.layers if layer.parameters)
         return owners and structure_of(self.bare, self.optimizers) == self.structure
 
     def as_it_is(self) -> Setup:
-        """The same, with the model and the optimizers as they are now.
+        """Return a copy for the model and the optimizers as they are now.
 
         Raises:
             ValueError: If a layer cannot be tracked.
@@ -107,29 +107,29 @@ class Setup:
         )
 
     def change_to(self, other: Setup) -> str:
-        """What is different in another part of the run, in words."""
+        """Describe what is different in another part of the run."""
         here, there = self.facts.shapes, other.facts.shapes
         modules = {layer.path: layer.module for layer in self.layers}
         exchanged = [x.path for x in other.layers if modules.get(x.path, x.module) is not x.module]
         kinds = {
             "trained now": [name for name in there if name not in here],
-            "not trained any more": [name for name in here if name not in there],
-            "of another shape": [name for name in there if there[name] != here.get(name, there[name])],
-            "not the module it was": [label(path) for path in exchanged],
+            "no longer trained": [name for name in here if name not in there],
+            "of a different shape": [name for name in there if there[name] != here.get(name, there[name])],
+            "replaced by another module": [label(path) for path in exchanged],
         }
         told = [f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in kinds.items() if names]
         if list(self.n_groups) != list(other.n_groups):
             told.append(f"the optimizer has {sum(other.n_groups)} parameter groups instead of {sum(self.n_groups)}")
-        return "; ".join(told) or "some of its modules are others, here or on another rank"
+        return "; ".join(told) or "some modules were replaced, here or on another rank"
 
     def learning_rates(self) -> list[float | Tensor]:
-        """The present learning rates of the parameter groups that there were; NaN where a group has none."""
+        """Return the current learning rates of this part's parameter groups; NaN where a group has none."""
         pairs = zip(self.optimizers.values(), self.n_groups, strict=True)
         groups = [group for optimizer, count in pairs for group in optimizer.param_groups[:count]]
         return [float("nan") if (rate := group.get("lr")) is None else rate for group in groups]
 
     def loss_scale(self) -> float | None:
-        """The present scale of mixed precision, if there is a scaler."""
+        """Return the current loss scale of mixed precision, if there is a scaler."""
         return None if self.grad_scaler is None else self.grad_scaler.get_scale()
 
 
@@ -139,7 +139,7 @@ def buckets(parameters: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:
-    """What a part of a run goes by: parameters, modules and parameter groups."""
+    """Return what identifies a part of a run: parameters, modules and parameter groups."""
     parameters = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
     modules = {path: type(module) for path, module in model.named_modules()}
     return parameters, modules, [len(each.param_groups) for each in optimizers.values()]
@@ -153,7 +153,7 @@ def _some(names: Sequence[str]) -> str:
 def model_facts(
     bare: nn.Module, layers: Sequence[Layer], optimizers: Mapping[str, torch.optim.Optimizer], world_size: int
 ) -> Model:
-    """What quantities may know of the model, the optimizers and the ranks."""
+    """Collect what quantities may know about the model, the optimizers and the ranks."""
     tracked = {full for layer in layers for full in layer.parameters.values()}
     shapes = {name: tuple(p.shape) for name, p in bare.named_parameters() if name in tracked}
     leaves = {
@@ -186,6 +186,6 @@ def model_facts(
 def _held_by(
     optimizers: Mapping[str, torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, list[str]]:
-    """Names of the tracked parameters that each optimizer holds."""
+    """Return the names of the tracked parameters that each optimizer holds."""
     ids = {key: {id(p) for group in each.param_groups for p in group["params"]} for key, each in optimizers.items()}
     return {key: [name for name, p in parameters.items() if id(p) in own] for key, own in ids.items()}

@@ -45,7 +45,7 @@ class JoinableCockpit(Joinable):
         """This rank's side of the run; ``None`` if the cockpit is off."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``with Join([ddp, cockpit]):``, in either order: a rank that has run out of data contributes nothing."""
+        """Support ``with Join([ddp, cockpit]):``, in either order: ranks that run out of data contribute nothing."""
         if self._joining_session is not None:
             self._joining_session.joined.expect()
         return Shadow(self._joining_session)
@@ -61,7 +61,7 @@ class JoinableCockpit(Joinable):
         return self._ddp_model.join_process_group
 
     def _let_ddp_notify(self) -> None:
-        """`Join` lets the first joinable tell of each iteration. The DDP model knows best when one begins.
+        """Let the DDP model notify `Join` of each iteration, which is the first joinable's job, since it knows best.
 
         Raises:
             RuntimeError: If the DDP model is not one of the joinables.
@@ -76,7 +76,7 @@ class JoinableCockpit(Joinable):
 
 
 class Shadow(JoinHook):
-    """What `Join` calls on a rank that has run out of data.
+    """The hook that `Join` calls on a rank that has run out of data.
 
     Args:
         session: This rank's side of the run; ``None`` if the cockpit is off.
@@ -88,7 +88,7 @@ class Shadow(JoinHook):
         self._error: BaseException | None = None
 
     def main_hook(self) -> None:
-        """Another iteration of the ranks that still train."""
+        """Handle another iteration of the ranks that still train."""
         if self._thread is None and self._session is not None:
             self._thread = threading.Thread(
                 target=self._run, args=[self._session], name="distcockpit-join", daemon=True
@@ -96,7 +96,7 @@ class Shadow(JoinHook):
             self._thread.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of data.
+        """Finish, once all ranks have run out of data.
 
         Raises:
             RuntimeError: If this rank could not answer the others.
@@ -108,7 +108,9 @@ class Shadow(JoinHook):
         else:
             self._thread.join()
         if self._error is not None:
-            raise RuntimeError(f"A rank without data could not answer the others: {self._error}") from self._error
+            raise RuntimeError(
+                f"A rank that had run out of data could not answer the other ranks: {self._error}"
+            ) from self._error
 
     def _run(self, session: Session) -> None:
         try:
@@ -117,15 +119,17 @@ class Shadow(JoinHook):
                 pass
         except Exception as error:
             self._error = error
-            logger.warning("distcockpit: this rank has no data, and could not answer the others.", exc_info=error)
+            logger.warning(
+                "distcockpit: this rank has run out of data and could not answer the other ranks.", exc_info=error
+            )
             session.setup.world.refuse(record_of(TRACK, -1, joined=1))
 
 
 def _answer(session: Session) -> bool:
-    """Take part in one exchange of the others; says whether they go on."""
+    """Take part in one exchange with the other ranks; return whether they go on."""
     try:
         return _take_part(session)
-    except RankFailed:  # the others leave this step out
+    except RankFailed:  # the others skip this step
         session.updates.forget()
         return True
 
@@ -138,7 +142,7 @@ def _take_part(session: Session) -> bool:
     training = [record for record in records if not record["joined"]]
     if not training or training[0]["kind"] == LEAVE:
         return False
-    if training[0]["kind"] != TRACK:  # the others learn that this rank cannot take part
+    if training[0]["kind"] != TRACK:  # the others find out that this rank cannot take part
         return True
     step = int(training[0]["step"])
     header = Header.of(session, records, None, None)

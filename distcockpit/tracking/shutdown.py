@@ -1,4 +1,4 @@
-"""The end of a run: once, by the user's word or when the interpreter ends, and never in a forked process."""
+"""The end of a run: once, on close or when the interpreter exits, and never in a forked process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from distcockpit.store.writer import at_exit
 logger = logging.getLogger("distcockpit")
 
 _open: dict[int, Shutdown] = {}
-"""What is not closed yet, by identity."""
+"""Runs that are not closed yet, by id."""
 
 
 class Shutdown:
     """Ends one run.
 
     Args:
-        end: Writes everything; takes whether the end is orderly, so that other ranks may be waited for.
+        end: Writes everything; its argument is whether the end is orderly, so that it may wait for other ranks.
     """
 
     def __init__(self, end: Callable[[bool], None]) -> None:

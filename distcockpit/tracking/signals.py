@@ -1,4 +1,4 @@
-"""SIGTERM, with which launchers stop a job: what is there is written, then happens what would have happened."""
+"""SIGTERM, which launchers send to stop a job: write what has arrived, then let the usual thing happen."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 10.0  # launchers wait some 30 s before they kill
+SECONDS = 10.0  # launchers wait about 30 s before they kill
 
 
 class Terminated:
-    """Writes when SIGTERM comes, from a thread of its own: the main one may be stuck in a collective.
+    """Writes when SIGTERM arrives, on its own thread, because the main thread may be stuck in a collective.
 
-    The signal's handler runs when the main thread comes to it, and waits for the thread; then the handler that was
-    there before runs, or the process ends as it would have. The byte that Python writes when a signal arrives
-    (``signal.set_wakeup_fd``) wakes the thread even if the main one never returns. Only the main thread of a process
-    can be asked for signals; elsewhere nothing happens.
+    The signal handler runs as soon as the main thread gets to it, and waits for the writing thread; then the previous
+    handler runs, or the process ends as it would have. The byte that Python writes when a signal arrives
+    (``signal.set_wakeup_fd``) wakes the thread even if the main thread never returns. Signal handlers can only be set
+    from the main thread of a process; elsewhere this is a no-op.
 
     Args:
-        write: Writes what is there.
+        write: Writes what has arrived.
     """
 
     def __init__(self, write: Callable[[], object]) -> None:
@@ -37,27 +37,27 @@ class Terminated:
         if threading.current_thread() is not threading.main_thread():
             return
         self._previous = signal.getsignal(signal.SIGTERM)
-        if self._previous is None:  # not set from Python, so that it could not be called
+        if self._previous is None:  # not set from Python, so it could not be called
             return
         self._read, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         signal.signal(signal.SIGTERM, self._handle)
         other = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._has_wakeup = other == -1
-        if not self._has_wakeup:  # an event loop has it
+        if not self._has_wakeup:  # already taken by an event loop
             signal.set_wakeup_fd(other)
         self.is_installed = True
         os.register_at_fork(after_in_child=self._leave_parent_alone)
         threading.Thread(target=self._listen, name="distcockpit-sigterm", daemon=True).start()
 
     def remove(self) -> None:
-        """Put back what was there, if nobody else came in between."""
+        """Restore the previous handler, unless somebody else has replaced ours."""
         if not self.is_installed or os.getpid() != self._pid:
             return
         if threading.current_thread() is not threading.main_thread():
             return
         self.is_installed = False
-        self._write = _nothing  # what is called at a fork stays for ever; the store must not
+        self._write = _nothing  # fork hooks are never removed, and must not keep the store alive
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._previous)
         if self._has_wakeup and (other := signal.set_wakeup_fd(-1)) not in (-1, self._wakeup):
@@ -65,7 +65,7 @@ class Terminated:
         os.close(self._wakeup)  # ends the thread
 
     def _leave_parent_alone(self) -> None:
-        """A forked process must not write to the pipe when it gets a signal."""
+        """Keep a forked process from writing to the pipe when it gets a signal."""
         if self.is_installed and self._has_wakeup:
             with contextlib.suppress(ValueError):  # forked from another thread
                 signal.set_wakeup_fd(-1)
@@ -73,13 +73,13 @@ class Terminated:
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             if signal.SIGTERM in data:
-                logger.info("distcockpit: SIGTERM; writing what is there.")
+                logger.info("distcockpit: received SIGTERM; writing what has arrived.")
                 self._write()
                 self._done = True
         os.close(self._read)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """On the main thread; takes no lock, because that thread may hold it."""
+        """Handle the signal on the main thread; takes no lock, because that thread may already hold it."""
         if self.is_installed and os.getpid() == self._pid:
             self._done = False
             os.write(self._wakeup, bytes([signal.SIGTERM]))

@@ -1,4 +1,4 @@
-"""A tracked step: from the forward pass to the sums on their way."""
+"""A tracked step: from the forward pass to the sums sent off."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from distcockpit.world import TRACK, RankFailed, digest, record_of
 
 
 class _NotTracked(Exception):
-    """A step that cannot be tracked, which all ranks know in time; its cause says why."""
+    """A step that cannot be tracked, known to all ranks in time; its cause says why."""
 
 
 class TrackedStep:
-    """The context that ``DistCockpit.track`` returns. On an untracked step it does nothing."""
+    """The context manager that ``DistCockpit.track`` returns; a no-op on untracked steps."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class TrackedStep:
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
         self._fault: BaseException | None = None  # why the step is not tracked
-        self._mixing = ""  # why samples are mixed by batch norms
+        self._mixing = ""  # why batch norms mix samples, if they do
         self._is_awaited = False  # by a rank that has joined
         self._start: Start | None = None
         self._eager = ExitStack()
@@ -144,7 +144,7 @@ class TrackedStep:
         watched = attribution.check.begin()
         self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if self._mixing and not self._settled:
-            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
+            self._do_without_gradients(self._mixing, self._active.of_gradients)
         resumes, scale = session.resumes_at(self._step), setup.loss_scale()
         self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
@@ -181,14 +181,14 @@ class TrackedStep:
     # -- after the backward pass ---------------------------------------------------------------------------------------
 
     def _may_skip(self, error: BaseException) -> bool:
-        """True if what went wrong costs this step alone: steps were right before, or nothing was asked for by hand."""
+        """True if an error only costs this step: earlier steps were fine, or nothing was listed explicitly."""
         return isinstance(error, Exception) and (self._settled or not self._session.is_by_hand)
 
     def _finish_or_skip(self, capture: Capture) -> None:
-        """Finish the step, or leave it out on all ranks.
+        """Finish the step, or skip it on all ranks.
 
         Raises:
-            Exception: What went wrong, if it is among the first tracked steps, or the others could not be told.
+            Exception: Whatever went wrong, if it is among the first tracked steps or the other ranks could not be told.
         """
         try:
             self._finish(capture)
@@ -259,23 +259,23 @@ class TrackedStep:
                 micro.as_sum()
             self._session.say_once(
                 "sum",
-                f"step {self._step}: the loss is a sum over samples that nothing divides: what is stored is that of "
-                "their mean, whatever the number of samples and ranks.",
+                f"step {self._step}: the loss is a sum over samples that is not divided by anything: the stored values "
+                "are those of the mean, whatever the number of samples and ranks.",
             )
         if totals.is_mixed and not unmix(captured, found.times, totals.weight, self._setup.world):
             for micro in captured:
                 micro.without_gradients(self._setup.tracked)
             self._session.say_once(
                 "mixed",
-                f"step {self._step}: the parts of the loss have divisors that differ between ranks or micro-batches in "
-                "different ways, such as tokens and samples, and their gradients cannot be had one by one: what "
-                "follows from individual gradients is NaN.",
+                f"step {self._step}: parts of the loss have divisors that differ between ranks or micro-batches in "
+                "different ways, such as tokens and samples, and their gradients cannot be separated: everything "
+                "derived from per-sample gradients is NaN.",
             )
         if totals.owns:
             self._session.say_once(
                 "owns",
-                f"step {self._step}: ranks multiply their mean losses by different numbers, {totals.owns}; what is "
-                "stored is one mean over all samples, times one number.",
+                f"step {self._step}: ranks multiply their mean losses by different numbers, {totals.owns}; the stored "
+                "values are those of one mean over all samples, times one number.",
             )
 
     def _header(self, batch_size: int, **numbers: float) -> Header:
@@ -299,8 +299,8 @@ class TrackedStep:
         for name, version in self._versions.items():
             if setup.tracked[name]._version != version:
                 raise RuntimeError(
-                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block: the "
-                    "individual gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
+                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block, because "
+                    "per-sample gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
                     "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
                     "parameters, overlap_with_ddp) are not supported."
                 )
@@ -317,12 +317,12 @@ class TrackedStep:
         if found.coupled:
             for micro in captured:
                 micro.without_gradients(setup.tracked)
-            self._check_no_gradients_are_needed(found.coupled, self._active.with_individual_gradients)
+            self._do_without_gradients(found.coupled, self._active.with_individual_gradients)
             return found
         if self._mixing:
             if self._active.wants("curvature", "trace", "eigenvalue"):
                 raise RuntimeError(self._mixing)
-            self._check_no_gradients_are_needed(self._mixing, self._active.of_gradients)
+            self._do_without_gradients(self._mixing, self._active.of_gradients)
             for micro in captured:
                 micro.without_gradients(setup.tracked, has_losses=True)
             return found
@@ -338,52 +338,54 @@ class TrackedStep:
         check_uses(found.captured)
         return found
 
-    def _check_no_gradients_are_needed(self, why: str, wanting: Sequence[Quantity]) -> None:
-        """Check whether quantities that the user listed want individual gradients, where samples have none.
+    def _do_without(
+        self, topic: str, wanting: Sequence[Quantity], because: str, error: Exception | None = None
+    ) -> None:
+        """Go on without something that quantities need: NaN, and one notice.
 
         Args:
-            why: They have none.
-            wanting: The quantities that want them.
+            topic: The topic of the notice.
+            wanting: The quantities that need it.
+            because: What they need and why it is missing, to follow "Quantities [...]" or their names.
+            error: What to raise; by default a `RuntimeError` with the reason.
 
         Raises:
-            RuntimeError: If so, at the first tracked step.
+            Exception: At the first tracked step, if the user listed one of the quantities.
         """
         required = [q.name for q in wanting if q.required]
         if required and not self._settled:
-            raise RuntimeError(
-                f"Quantities {required} need individual gradients, but {why.rstrip('.')}. Leave them out."
-            )
+            raise error or RuntimeError(f"Quantities {required} need {because}")
         names = ", ".join(q.name for q in wanting)
-        self._session.say_once("coupled", f"step {self._step}: {names}: NaN, for {why.rstrip('.')}.")
+        self._session.say_once(topic, f"step {self._step}: {names}: NaN. They need {because}")
+
+    def _do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
+        self._do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}. Leave them out.")
 
     def _check_losses_are_known(self, captured: Sequence[Captured], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]
+        unseen = (
+            "which sample each term of the loss belongs to cannot be seen"
+            if seen
+            else "what is differentiated cannot be seen from this thread"
+        )
         for need, what, known in (
-            ("losses", "individual losses", all(scale.individual is not None for scale in scales)),
+            ("losses", "per-sample losses", all(scale.individual is not None for scale in scales)),
             ("loss", "the loss", all(scale.total is not None for scale in scales)),
         ):
-            wanting = [] if known else self._active.with_need(need)
-            required = [q.name for q in wanting if q.required]
-            if not wanting:
-                continue
-            what_is_not = (
-                "which terms of the loss are of which sample" if seen else "in this thread what is differentiated"
-            )
-            why = (
-                f", but it is not seen {what_is_not}. Call cockpit.record_losses(losses) "
-                "inside `track`, with one loss per sample. If the batch is not axis "
-                f"{self._setup.batch_dim} of the model's inputs, say batch_dim=... or track(step, batch_size=...)."
-            )
-            if required and not self._settled:
-                raise RuntimeError(f"Quantities {required} need {what}{why}")
-            names = [q.name for q in wanting]
-            self._session.say_once(need, f"step {self._step}: {', '.join(names)}: NaN, for want of {what}{why}")
+            if not known and (wanting := self._active.with_need(need)):
+                self._do_without(
+                    need,
+                    wanting,
+                    f"{what}, but {unseen}. Call cockpit.record_losses(losses) inside `track`, with one loss per "
+                    f"sample. If axis {self._setup.batch_dim} of the model's inputs is not the batch, pass "
+                    "batch_dim=... or track(step, batch_size=...).",
+                )
 
     def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
-        """Each diagonal and each estimate that is asked for; NaN where it cannot be had.
+        """Compute each diagonal and each estimate asked for; NaN where that fails.
 
         Raises:
-            Exception: If it cannot be had at the first tracked step, and the user listed it.
+            Exception: Whatever went wrong, at the first tracked step, if the user listed the quantity.
         """
         setup = self._setup
         diagonals, traces = {}, {}
@@ -396,13 +398,8 @@ class TrackedStep:
                 traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
         except Exception as error:
             wanting = [q for q in self._active if q.needs.curvature or q.needs.trace]
-            if not self._settled and any(q.required for q in wanting):
-                raise
-            names = [q.name for q in wanting]
-            self._session.say_once(
-                "curvature",
-                f"step {self._step}: {', '.join(names)}: NaN, because of an error: {type(error).__name__}: {error}",
-            )
+            why = f"{type(error).__name__}: {error}"
+            self._do_without("curvature", wanting, f"curvature, which could not be computed: {why}", error)
             nothing = LocalCurvature.of_nothing(self._session, self._active)
             diagonals = {kind: {n: h + math.nan for n, h in hs.items()} for kind, hs in nothing.diagonals.items()}
             traces = {kind: forms + math.nan for kind, forms in nothing.traces.items()}

@@ -1,4 +1,4 @@
-"""The optimizer's step d = theta_{t+1} - theta_t: what is kept until it is known, and what follows from it."""
+"""The optimizer's step d = theta_{t+1} - theta_t: what is kept until it is complete, and what follows from it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Start:
     values: Mapping[str, Tensor]  # the parameters before the update
     losses: Tensor
     scale: float | None  # of the gradient scaler
-    batches: Sequence[MicroBatch]  # empty if no quantity looks at the update from both ends
+    batches: Sequence[MicroBatch]  # empty if no quantity needs the update from both ends
     displaced: Sequence[Quantity]  # those that need the displacement
-    slopes: Tensor | None = None  # in a resumed run: of this rank's samples along the parts of the update [K, B]
-    inputs_were_changed: bool = False  # in a resumed run: whether that was so when it was saved
-    norm: float | None = None  # in a resumed run: the length of the update that they belong to
+    slopes: Tensor | None = None  # in a resumed run: slopes of this rank's samples along the parts of the update [K, B]
+    inputs_were_changed: bool = False  # in a resumed run: whether inputs had changed when it was saved
+    norm: float | None = None  # in a resumed run: the length of the update that the slopes belong to
     _displacement: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class Start:
         return self.inputs_were_changed or any(use.inputs_changed for batch in self.batches for use in batch.uses)
 
     def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The step that the optimizer has made since, by parameter; to be asked for when it has."""
+        """Return the optimizer's step, by parameter; call it once the optimizer has stepped."""
         if not self._displacement:
             self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
         return self._displacement
@@ -58,13 +58,13 @@ class Start:
         scale: float | None,
         block_elements: int,
     ) -> Update:
-        """The update, and the slopes of the start's samples along it.
+        """Return the update, and the slopes of the starting samples along it.
 
         Args:
             parameters: The tracked parameters as they are now.
             parts: The parameters that move together.
             scale: Of the gradient scaler now.
-            block_elements: As for `walk`.
+            block_elements: See `walk`.
         """
         direction = self.displacement(parameters)
         squares = kernels.squared_norms(list(direction.values()))
@@ -94,7 +94,7 @@ class Start:
 
 
 def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update:
-    """An update of which only the end was seen."""
+    """Return an update of which only the end was seen."""
     nothing = torch.zeros(0, dtype=torch.float64, device=next(iter(parameters.values())).device)
     unknown = nothing.new_full((n_parts,), float("nan"))
     none = nothing.new_zeros(n_parts, 0)
@@ -104,13 +104,13 @@ def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update
 
 
 class Updates:
-    """The updates of a run: each begins at a tracked step, and is known when the next step begins.
+    """The updates of a run. Each starts at a tracked step and is known when the next step starts.
 
     Args:
         setup: What all ranks agreed on.
         memories: What quantities keep.
         recorder: Where rows go, on rank 0.
-        notices: Where to say that steps are missing.
+        notices: Where to report missing steps.
     """
 
     def __init__(self, setup: Setup, memories: Memories, recorder: Recorder | None, notices: Notices) -> None:
@@ -121,7 +121,7 @@ class Updates:
 
     @property
     def start(self) -> Start | None:
-        """The step at which an update began that is not known yet."""
+        """Where the update in progress began, if there is one."""
         return self._start
 
     def adopt(self, setup: Setup) -> None:
@@ -129,31 +129,31 @@ class Updates:
         self._setup = setup
 
     def begin_part(self, setup: Setup, memories: Memories) -> None:
-        """The model is another one: nothing of before compares with it."""
+        """Adopt a changed model, which nothing from before compares with."""
         self._setup, self._memories, self._start = setup, memories, None
 
     def begin(self, start: Start) -> None:
-        """An update begins."""
+        """Start an update."""
         self._start = start
 
     def forget(self) -> None:
-        """The update that began will not be looked at."""
+        """Drop the update in progress."""
         self._start = None
 
     def take_back(self, start: Start | None) -> None:
-        """The step at which this update ended may come again; its displacement is recorded already."""
+        """Restore an update whose last step may be repeated; its displacement has already been recorded."""
         self._start = None if start is None else replace(start, displaced=(), _displacement={})
 
     def finish(self, step: int, now: Mapping[str, Tensor] | None = None, *, is_as_it_was: bool = True) -> Start | None:
-        """Take the start of the update that is known at the beginning of ``step``, and record its displacement.
+        """Take the start of the update that is complete at the beginning of ``step``, and record its displacement.
 
         Args:
             step: The step that begins.
-            now: The parameters, where they are not those of this rank's model.
+            now: The parameters, if they are not those of this rank's model.
             is_as_it_was: Whether the model has the parameters and modules that it had when the update began.
 
         Returns:
-            The start, or ``None`` if there is none or steps lie in between.
+            The start, or ``None`` if there is none or steps were skipped in between.
         """
         start, self._start = self._start, None
         self._cut = None
@@ -167,8 +167,8 @@ class Updates:
             return start
         self._notices.once(
             "gap",
-            f"track(step={step}) came after step {start.stamp.step}: quantities over an update, such as alpha and "
-            "update_size, need steps that grow by one, and have no row here.",
+            f"track(step={step}) came after step {start.stamp.step}: quantities that span an update, such as alpha and "
+            "update_size, need consecutive steps, so they have no row here.",
             step,
         )
         return None
@@ -183,7 +183,7 @@ class Updates:
         *,
         resumes: bool,
     ) -> tuple[Update | None, Stamp | None]:
-        """The update that ends at this step, if a quantity looks at it, and the stamp of its row.
+        """Return the update that ends at this step, if a quantity needs it, and the stamp of its row.
 
         Args:
             step: The step.
@@ -208,7 +208,7 @@ class Updates:
         return starting.wants("update") or (starting.wants("displacement") and self._setup.world.rank == 0)
 
     def record_displacement(self) -> None:
-        """The optimizer has made its step, and no other will follow on this rank: record how far it went."""
+        """Record how far the optimizer's step went, when no other step follows on this rank."""
         if self._start is not None:
             self._record_displacement(self._start)
             self.take_back(self._start)

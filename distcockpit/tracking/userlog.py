@@ -1,4 +1,4 @@
-"""The scalars that a training script logs: checked, merged by step, pooled where asked for."""
+"""The scalars that a training script logs: checked, merged by step, and pooled if requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 1.0  # rows are handed on at most this often: a loop may log at every 
 
 @dataclass
 class LogEntry:
-    """Scalars of one step; on their way to one row of the store."""
+    """Scalars of one step, which become one row of the store."""
 
     step: int
     epoch: float | None
@@ -55,15 +55,17 @@ class UserLog:
         self._written_step = -1
 
     def check(self, step: int, reduce: str | None, scalars: Mapping[str, Any]) -> None:
-        """Check whether `add` may be called with these.
+        """Check whether `add` may be called with these arguments.
 
         Raises:
-            ValueError: If the step falls or is written already, or a name or ``reduce`` is not allowed.
+            ValueError: If the step decreases or is already written, or a name or ``reduce`` is not allowed.
         """
         if step < self._last_step:
-            raise ValueError(f"log(step={step}): steps must not fall; the latest was {self._last_step}.")
+            raise ValueError(f"log(step={step}): steps must not decrease, but the latest was {self._last_step}.")
         if step <= self._written_step:
-            raise ValueError(f"log(step={step}): its row is already in the store, since flush() came in between.")
+            raise ValueError(
+                f"log(step={step}): its row is already in the store, because flush() was called. Log a later step."
+            )
         if reduce not in REDUCTIONS:
             raise ValueError(f"log(reduce={reduce!r}): must be one of {list(REDUCTIONS)}.")
         for name, value in scalars.items():
@@ -72,7 +74,7 @@ class UserLog:
     def add(
         self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
     ) -> None:
-        """Take the scalars of one call, see ``DistCockpit.log``; they were checked."""
+        """Add the scalars of one call, which have been checked; see ``DistCockpit.log``."""
         self._last_step = step
         entry = self.entries.setdefault(step, LogEntry(step, None, wall_time))
         entry.epoch = float(epoch) if epoch is not None else entry.epoch
@@ -84,32 +86,35 @@ class UserLog:
 
     @property
     def riding_digest(self) -> int:
-        """A number that differs where the names differ; 0 if there are none."""
+        """A number that differs if the names differ; 0 if there are none."""
         return digest([f"{r.step}/{r.name}" for r in self._riding]) if self._riding else 0
 
     def share(self, world: World, records: Sequence[Record], device: torch.device, *, joins: bool) -> dict[str, Tensor]:
-        """This rank's part of the scalars that ride in this exchange, by ``step/name``; the same names on all ranks.
+        """Return this rank's part of the scalars sent with this exchange, by ``step/name``, alike on all ranks.
 
         Args:
             world: The ranks.
             records: Their headers.
-            device: Where the parts shall be.
+            device: Where to put the values.
             joins: Whether ranks may run out of data.
 
         Raises:
-            RuntimeError: If ranks logged different names, and none has run out of data in between.
+            RuntimeError: If ranks logged different names, and none has run out of data.
         """
         mine = [f"{r.step}/{r.name}" for r in self._riding]
         if any(record["joined"] and record["kind"] != TRACK for record in records):
-            raise RuntimeError("close() was called inside `with Join(...)`, while ranks had run out of data.")
+            raise RuntimeError(
+                "close() was called inside `with Join(...)`, while some ranks had run out of data. Call it after the "
+                "`with` block."
+            )
         if len({record["riding"] for record in records}) == 1:
             return self._take_riding(dict.fromkeys(mine, world.size), device)
         theirs = world.all_gather_object((mine, joins))
         if not any(joins for _, joins in theirs):
             rank = next(rank for rank, (names, _) in enumerate(theirs) if names != theirs[0][0])
             raise RuntimeError(
-                f"Rank {rank} logged other names than rank 0: {theirs[rank][0]} and {theirs[0][0]} (step/name). "
-                "log(..., reduce=...) must be called at the same steps with the same names on all ranks."
+                f"Rank {rank} logged different names than rank 0: {theirs[rank][0]} versus {theirs[0][0]} (step/name). "
+                "Call log(..., reduce=...) at the same steps with the same names on all ranks."
             )
         contributors = Counter(name for names, _ in theirs for name in names)
         own = self._take_riding(contributors, device)
@@ -120,7 +125,7 @@ class UserLog:
         return {name: own.get(name, torch.zeros((), dtype=torch.float64, device=device)) for name in contributors}
 
     def _take_riding(self, contributors: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-        """The values that wait, already divided for a mean over as many ranks as logged each."""
+        """Return the waiting values, divided by the number of ranks that logged each one for a mean."""
         sums = {
             f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
             / (contributors[f"{r.step}/{r.name}"] if r.reduce == "mean" else 1)
@@ -130,11 +135,11 @@ class UserLog:
         return sums
 
     def riding_values(self) -> dict[str, tuple[str, float]]:
-        """What waits for an exchange: by ``step/name``, how it is pooled, and this rank's value."""
+        """Return what waits for an exchange: by ``step/name``, how it is pooled, and this rank's value."""
         return {f"{r.step}/{r.name}": (r.reduce, float(r.value)) for r in self._riding}
 
     def restore(self, entries: Sequence[LogEntry]) -> None:
-        """Go on with rows that were not complete."""
+        """Continue with rows that were not complete."""
         self.entries = {entry.step: entry for entry in entries}
         self._last_step = max(self.entries, default=-1)
 
@@ -144,7 +149,7 @@ class UserLog:
         return bool(self._riding)
 
     def hand_on(self, *, everything: bool = False, at_once: bool = False) -> None:
-        """Record rows that will not change any more: older than the latest step and than all that is riding."""
+        """Record rows that will not change any more: older than the latest step and than everything waiting."""
         if not (everything or at_once) and time.monotonic() - self._handed_on < SECONDS:
             return
         self._handed_on = time.monotonic()
@@ -160,8 +165,9 @@ class UserLog:
 def _check(name: str, value: Any) -> None:
     if name in RESERVED or not NAME.fullmatch(name):
         raise ValueError(
-            f"log({name}=...): the name must be made of letters, digits, '_', '-' and '.' (no '/'), begin with "
-            f"a letter, a digit or one '_', and not be one of {list(RESERVED)}: it names an array in the group 'log'."
+            f"log({name}=...): the name must consist of letters, digits, '_', '-' and '.' (no '/'), start with a "
+            f"letter, a digit or a single '_', and not be one of {list(RESERVED)}: it names an array in the group "
+            "'log'."
         )
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return

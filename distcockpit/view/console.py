@@ -51,7 +51,7 @@ def needs(extra: str) -> Generator[None, None, None]:
     try:
         yield
     except ImportError as error:
-        raise click.ClickException(f"{error}: pip install '{extra}' brings what this needs.") from error
+        raise click.ClickException(f"{error}. Install what this needs with: pip install '{extra}'") from error
 
 
 needs_view = functools.partial(needs, "distcockpit[view]")
@@ -67,7 +67,9 @@ def check_place(output: Path, *runs: str) -> None:
     """Nothing is written into a run."""
     for run in runs:
         if "://" not in run and output.resolve().is_relative_to(Path(run).resolve()):
-            refuse(f"--output {str(output)!r}: is inside the run {run!r}, into which nothing is written.")
+            refuse(
+                f"--output {str(output)!r}: is inside the run {run!r}, where nothing is written. Choose another path."
+            )
     output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
 
 

@@ -76,7 +76,9 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
     if any("tfevents" in path.name for path in before):
-        raise FileExistsError(f"{str(folder)!r} holds event files already, to which TensorBoard would add these.")
+        raise FileExistsError(
+            f"{str(folder)!r} already holds event files, which TensorBoard would mix with these. Choose another folder."
+        )
     with SummaryWriter(str(folder)) as writer:
         for name, node in run.children.items():
             progress(name)

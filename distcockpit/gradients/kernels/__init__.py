@@ -1,13 +1,13 @@
-"""Passes over many numbers: one interface, and the same counts from every implementation.
+"""Passes over many numbers: one interface, with identical counts from every implementation.
 
 Every value falls into one *slot*. For ``b`` bins with edges ``e_0 < ... < e_b`` there are ``b + 5`` slots, in
 this order::
 
     -inf | below e_0 | bin 0 | ... | bin b-1 | above e_b | +inf | NaN
 
-Bins are half-open, ``[e_k, e_{k+1})``, the last one is closed: the convention of ``numpy.histogram``. A slot is
-found by comparing the value with the edges, never by arithmetic alone, so that a value on an edge (an exact zero
-above all) lands where the definition says.
+Bins are half-open, ``[e_k, e_{k+1})``, the last one is closed, as in ``numpy.histogram``. A slot is found by comparing
+the value with the edges, never by arithmetic alone, so that a value on an edge (above all an exact zero) lands where
+the definition says.
 
 All functions return int64 counts on the device of their input.
 """
@@ -32,11 +32,11 @@ except ImportError:  # the extra "fast" is not installed
 BINNED = (torch.float32, torch.float64)
 
 OUTSIDE = 5
-"""How many slots there are beside the bins."""
+"""Number of slots besides the bins."""
 
 
 def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
-    """Edges of ``bins`` equal bins from ``low`` to ``high``.
+    """Return the edges of ``bins`` equal bins from ``low`` to ``high``.
 
     ``e_k = (low (b - k) + high k) / b`` with exact ends: the middle edge of a symmetric range is exactly 0.
 
@@ -50,9 +50,9 @@ def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
 
 
 def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Values of type ``dtype`` at which the slot number rises by one.
+    """Return the values of type ``dtype`` at which the slot number increases by one.
 
-    For ``v`` of that type, ``v >= e_k`` exactly if ``v >= t_k``, where ``t_k`` is the smallest number of the type
+    For ``v`` of that type, ``v >= e_k`` if and only if ``v >= t_k``, where ``t_k`` is the smallest number of the type
     that is not below ``e_k``. The slot of ``v`` is the number of thresholds that are not above it.
 
     Args:
@@ -60,7 +60,7 @@ def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
         dtype: ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        Tensor of shape ``[b + 3]``, on the CPU, not to be written to.
+        Tensor of shape ``[b + 3]``, on the CPU; do not write to it.
     """
     return _thresholds(edges.tobytes(), dtype)
 
@@ -78,24 +78,24 @@ def _thresholds(edge_bytes: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def binnable(values: Tensor) -> Tensor:
-    """``values`` in a type that is binned directly: float64 stays, everything else becomes float32 (exact)."""
+    """Return ``values`` in a type that is binned directly: float64 stays, everything else becomes float32 (exact)."""
     values = values.detach() if values.requires_grad else values
     return values if values.dtype in BINNED else values.float()
 
 
 def slots(values: Tensor, edges: np.ndarray) -> Tensor:
-    """Slot number of every value: int32, the shape of ``values``."""
+    """Return the slot number of every value: int32, the shape of ``values``."""
     values = binnable(values)
     return _implementation(values).slots(values, thresholds(edges, values.dtype).to(values.device)).int()
 
 
 def slot_of_zero(edges: np.ndarray) -> int:
-    """Slot number of an exact zero."""
+    """Return the slot number of an exact zero."""
     return int(np.searchsorted(thresholds(edges, torch.float64).numpy(), 0.0, side="right"))
 
 
 def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
-    """Counts of all elements of ``values``.
+    """Count all elements of ``values``.
 
     Returns:
         int64, shape ``[b + 5]``.
@@ -105,7 +105,7 @@ def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
 
 
 def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
-    """Counts of all products ``delta[n, o] * x[n, i]``.
+    """Count all products ``delta[n, o] * x[n, i]``.
 
     Args:
         delta: Shape ``[N, O]``.
@@ -120,13 +120,13 @@ def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
 
 
 def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``).
+    """Count pairs (slot of ``values[n, d]``, ``columns[d]``).
 
     Args:
         values: Shape ``[N, D]``.
         edges: float64, shape ``[b + 1]``.
         columns: Column of each ``d``, an integer, shape ``[D]``.
-        n_columns: How many columns there are.
+        n_columns: Number of columns.
 
     Returns:
         int64, shape ``[b + 5, n_columns]``.
@@ -137,14 +137,14 @@ def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns
 
 
 def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``).
+    """Count pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``).
 
     Args:
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
         edges: float64, shape ``[b + 1]``.
         columns: Integers, shape ``[O, I]``.
-        n_columns: How many columns there are.
+        n_columns: Number of columns.
 
     Returns:
         int64, shape ``[b + 5, n_columns]``.
@@ -166,13 +166,13 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
-    """How many elements are NaN or infinite; an int64 number."""
+    """Count the elements that are NaN or infinite; an int64 number."""
     values = binnable(values)
     return _implementation(values).count_nonfinite(values)
 
 
 def count_small(values: Tensor, epsilon: float) -> Tensor:
-    """How many elements ``|values[a, c, i]| <= epsilon`` there are for each c; NaN is none.
+    """Count elements ``|values[a, c, i]| <= epsilon`` for each c; NaN does not count.
 
     Args:
         values: Shape ``[A, C, I]``.
@@ -186,27 +186,27 @@ def count_small(values: Tensor, epsilon: float) -> Tensor:
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """The sum of all squares, squared and added in float64; a number."""
+    """Return the sum of all squares, squared and added in float64; a number."""
     values = binnable(values)
     return _implementation(values).squared_norm(values)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares of each tensor, as `squared_norm`: float64 ``[len(tensors)]``, at least one."""
+    """Return the sum of all squares of each tensor, see `squared_norm`: float64 ``[len(tensors)]``, at least one."""
     return _implementation(tensors[0]).squared_norms([binnable(t) for t in tensors])
 
 
 def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The inner product of each tensor with its other, in float64: ``[len(tensors)]``, at least one."""
+    """Return the inner product of each tensor with its counterpart, in float64: ``[len(tensors)]``, at least one."""
     return _implementation(tensors[0]).inner_products([binnable(t) for t in tensors], [binnable(t) for t in others])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
-    """Inner products of rows, multiplied and added in float64: ``[N]``.
+    """Return inner products of rows, multiplied and added in float64: ``[N]``.
 
     Args:
         values: Shape ``[N, D]``.
-        others: Shape ``[N, D]``, or ``[D]`` for all rows alike.
+        others: Shape ``[N, D]``, or ``[D]`` for the same vector in all rows.
     """
     values, others = binnable(values), binnable(others)
     return _implementation(values).inner_rows(values, others)

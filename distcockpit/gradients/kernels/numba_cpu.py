@@ -1,8 +1,9 @@
-"""The kernels on the CPU, with Numba's compiled loops, whose work is shared out among the threads of torch.
+"""The kernels on the CPU: Numba's compiled loops, with work shared among torch's threads.
 
-The loops release the GIL and run on the very OpenMP threads that torch's own operations use: after each of these they
-spin, waiting for the next, and any other thread would have to wait for a core. Numba's parallel loops would begin a
-second OpenMP, or a work queue, in the user's process. Where torch has no GNU OpenMP, one thread does it all.
+The loops release the GIL and run on the same OpenMP threads as torch's own operations: after each operation these
+threads spin, waiting for the next one, so any other thread would have to wait for a core. Numba's parallel loops would
+start a second OpenMP runtime, or a work queue, in the user's process. If torch has no GNU OpenMP, one thread does all
+the work.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 
 from distcockpit.gradients.kernels import numba_loops as loops
 
-PER_THREAD = 100_000  # nanoseconds of work below which another thread does not pay
+PER_THREAD = 100_000  # nanoseconds of work below which another thread does not pay off
 
-# Nanoseconds per element, about: what a loop costs that only adds, and one that searches for slots.
+# Approximate nanoseconds per element: of a loop that only adds, and of one that searches for slots.
 ADDED, COUNTED = 0.2, 0.3
 
 INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
 
 
 def slots(values: Tensor, limits: Tensor) -> Tensor:
-    """Slot number of every value, int32."""
+    """Return the slot number of every value, int32."""
     edges, flat = limits.numpy(), _rows(values.reshape(-1))
     numbers, scale = np.empty(flat.size, np.int32), _scale(edges)
     _in_parts(lambda part: loops.slots(flat[part], edges, *scale, numbers[part]), flat.size, COUNTED, flat.dtype)
@@ -36,7 +37,7 @@ def slots(values: Tensor, limits: Tensor) -> Tensor:
 
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all elements of ``values``, see the package docstring."""
+    """Count all elements of ``values``, see the package docstring."""
     edges, flat = limits.numpy(), values.reshape(-1).numpy()
     scale = _scale(edges)
 
@@ -49,7 +50,7 @@ def count_block(values: Tensor, limits: Tensor) -> Tensor:
 
 
 def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all products ``delta[n, o] * x[n, i]``."""
+    """Count all products ``delta[n, o] * x[n, i]``."""
     if delta.shape[1] > x.shape[1]:  # the longer side is worth sorting
         delta, x = x, delta
     d, y, edges = _rows(delta), _rows(x), limits.numpy()
@@ -72,7 +73,7 @@ def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
 
 
 def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``)."""
+    """Count pairs (slot of ``values[n, d]``, ``columns[d]``)."""
     edges, rows, column = limits.numpy(), _rows(values), _rows(columns)
     scale = _scale(edges)
 
@@ -85,7 +86,7 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
 
 
 def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
+    """Count pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
     d, y, column, edges = _rows(delta), _rows(x), _rows(columns), limits.numpy()
     bits = y.view(INTEGER[y.dtype])
     scale = _scale(edges)
@@ -115,14 +116,14 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
-    """How many elements are NaN or infinite."""
+    """Count the elements that are NaN or infinite."""
     flat = _rows(values.reshape(-1))
     count = sum(_in_parts(lambda part: loops.count_nonfinite(flat[part]), flat.size, ADDED, flat.dtype))
     return torch.tensor(count, dtype=torch.int64)
 
 
 def count_small(values: Tensor, epsilon: float) -> Tensor:
-    """How many small elements there are for each index of the second axis."""
+    """Count the small elements for each index of the second axis."""
     a, c, i = values.shape
     limit = (np.float32 if values.dtype == torch.float32 else np.float64)(epsilon)
     if i == 1:
@@ -140,17 +141,17 @@ def count_small(values: Tensor, epsilon: float) -> Tensor:
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """The sum of all squares, float64."""
+    """Return the sum of all squares, float64."""
     return squared_norms([values])[0]
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares of each, float64."""
+    """Return the sum of all squares of each tensor, float64."""
     return inner_products(tensors, tensors)
 
 
 def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The inner product of each tensor with its other, float64."""
+    """Return the inner product of each tensor with its counterpart, float64."""
 
     def product(values: Tensor, other: Tensor) -> float:
         a, b = _rows(values.reshape(-1)), _rows(other.reshape(-1))
@@ -161,7 +162,7 @@ def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tenso
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
-    """Inner products of rows, float64 ``[N]``."""
+    """Return inner products of rows, float64 ``[N]``."""
     rows, sums = _rows(values), np.empty(len(values))
     second = _rows(others if others.dim() == 2 else others.unsqueeze(0))
 
@@ -176,21 +177,21 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
 
 
 def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: float, dtype: np.dtype) -> Tensor:
-    """The sum of ``count`` over parts of ``range(n)``; the rest as for `_in_parts`."""
+    """Return the sum of ``count`` over parts of ``range(n)``; otherwise see `_in_parts`."""
     return torch.from_numpy(sum(_in_parts(count, n, cost, dtype)))
 
 
 def _in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype) -> list[Any]:
-    """What ``work`` returns for parts of ``range(n)``.
+    """Return what ``work`` returns for parts of ``range(n)``.
 
     Args:
         work: Calls a compiled loop on a part.
-        n: How many items there are.
-        cost: Of each, in nanoseconds, about.
-        dtype: For which types of the values the loop is compiled anew.
+        n: Number of items.
+        cost: Approximate cost of each item, in nanoseconds.
+        dtype: The type of the values, for which the loop is compiled.
     """
     parts = min(torch.get_num_threads(), int(n * cost) // PER_THREAD, n)
-    # The first call may compile, which is not for a thread with a stack of its own size.
+    # The first call may compile, which must not happen on a thread whose stack size is not ours.
     if parts < 2 or _openmp() is None or os.getpid() != PROCESS or (work.__code__, dtype) not in COMPILED:
         COMPILED.add((work.__code__, dtype))
         return [work(slice(0, n))]
@@ -201,27 +202,27 @@ def _in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype
 
     def take(_: int | None) -> None:
         try:
-            for k in left:  # threads take parts until there are none: they may be fewer than asked for
+            for k in left:  # threads take parts until none are left: there may be fewer than requested
                 results[k] = work(slice(ends[k], ends[k + 1]))
-        except BaseException as error:  # nothing may leave a function that C called
+        except BaseException as error:  # no exception may leave a function called from C
             errors.append(error)
 
     called = CALLED(take)
     _openmp()(ctypes.cast(called, ctypes.c_void_p), None, parts, 0)
-    take(None)  # what is left, should a thread have been interrupted
+    take(None)  # take what is left, in case a thread was interrupted
     if errors:
         raise errors[0]
     return results
 
 
-PROCESS = os.getpid()  # OpenMP's threads do not live on in a forked one
+PROCESS = os.getpid()  # OpenMP's threads do not survive a fork
 COMPILED: set[tuple[Any, np.dtype]] = set()
 CALLED = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache
 def _openmp() -> Any:
-    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP that torch brought, or ``None``."""
+    """Return ``GOMP_parallel(function, data, threads, flags)`` of torch's OpenMP runtime, or ``None``."""
     try:
         run = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):  # no such OpenMP; Windows has no such handle
@@ -231,7 +232,7 @@ def _openmp() -> Any:
 
 
 def _scale(limits: np.ndarray) -> tuple[np.floating, np.floating]:
-    """Where the bins begin and how many there are per unit, for the guess, in the type of the values."""
+    """Return where the bins start and how many there are per unit, for the guess, in the type of the values."""
     return _scale_of(limits.tobytes(), limits.dtype)
 
 
@@ -245,5 +246,5 @@ def _scale_of(limit_bytes: bytes, dtype: np.dtype) -> tuple[np.floating, np.floa
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
-    """As a C-contiguous array, so that each kernel is compiled once per type."""
+    """Return a C-contiguous array, so that each kernel is compiled once per type."""
     return tensor.contiguous().numpy()

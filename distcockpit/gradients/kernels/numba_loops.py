@@ -1,9 +1,10 @@
-"""Compiled loops over many numbers: they store no product, and know nothing of torch.
+"""Compiled loops over many numbers: they store no products, and do not depend on torch.
 
-Gradients are mostly small against the range of a histogram, so that everything falls into the one or two slots next to
-zero. Of a row of products ``d * x_i`` that is known from the signs and the extremes of ``x`` alone. Where a row spreads
-over more slots, it is monotone in ``x``: with ``x`` sorted, once per sample, each slot is a range, whose end a binary
-search finds. Both compare the same rounded products with the same edges as the direct form, so that counts are equal.
+Gradients are usually small compared to the range of a histogram, so that everything falls into the one or two slots
+next to zero. For a row of products ``d * x_i``, this can be told from the signs and the extremes of ``x`` alone. If a
+row spreads over more slots, it is monotone in ``x``: with ``x`` sorted, once per sample, each slot is a range whose end
+is found by binary search. Both compare the same rounded products with the same edges as the direct form, so counts are
+identical.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-CHUNK = 512  # elements that are looked at together
-WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than to go through them
-WORTH_SORTING = 2  # pairs of a sample from which on its row is sorted
+CHUNK = 512  # elements that are processed together
+WORTH_SEARCHING = 12  # elements per slot above which a binary search is faster than a linear scan
+WORTH_SORTING = 2  # pairs per sample from which on sorting its row pays off
 
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -23,7 +24,7 @@ _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 @_jit
 def _slot(v, limits, low, per_width):
-    """Guess the slot by arithmetic, then correct it by comparing with the edges."""
+    """Guess the slot by arithmetic, then correct it by comparison with the edges."""
     n = limits.size
     if v != v:
         return n + 1
@@ -38,14 +39,14 @@ def _slot(v, limits, low, per_width):
 
 @_jit
 def slots(values, limits, low, per_width, numbers):
-    """Slots of ``values [D]``, into ``numbers [D]``."""
+    """Write the slots of ``values [D]`` to ``numbers [D]``."""
     for i in range(values.size):
         numbers[i] = _slot(values[i], limits, low, per_width)
 
 
 @_jit
 def _zero(limits):
-    """The slot of zero, and that of small negative numbers, each with the interval ``[start, end)`` that is its own."""
+    """Return the slot of zero, and that of small negative numbers, each with its interval ``[start, end)``."""
     k = 0
     while k < limits.size and limits[k] <= 0:
         k += 1
@@ -57,15 +58,15 @@ def _zero(limits):
 
 @_jit
 def _signs(x, bits, found, magnitudes):
-    """Of a row: how many are negative and positive, the smallest and largest magnitude of each; if all are finite.
+    """Return whether a row is finite, its numbers of negatives and positives, and the extreme magnitudes of each.
 
-    Positive numbers are in the order of their bits, read as an integer. The smallest and largest of integers are found
-    many at a time, those of floating-point numbers are not.
+    Positive floats are ordered like their bits, read as integers. The minimum and maximum of integers are computed many
+    at a time, those of floating-point numbers are not.
 
     Args:
         x: The row.
         bits: The same memory as integers.
-        found: Four integers, written to.
+        found: Four integers, used as output.
         magnitudes: The same memory as floating-point numbers: smallest, largest negative, smallest, largest positive.
     """
     n_finite = n_negative = n_positive = np.int32(0)
@@ -91,11 +92,11 @@ def _signs(x, bits, found, magnitudes):
 
 @_jit
 def _n_below(d, signs, near):
-    """How many products of a pair are negative, if all are next to zero: these in one slot, all others in that of zero.
+    """Count the negative products of a pair, if all are next to zero: these share one slot, the others that of zero.
 
     Args:
         d: The factor, finite.
-        signs: Of the row, from `_signs`, without its first.
+        signs: Signs of the row, from `_signs`, without the first.
         near: From `_zero`.
 
     Returns:
@@ -140,7 +141,7 @@ def count_block(values, limits, low, per_width, counts):
 
 @_jit
 def count_block_2d(values, limits, low, per_width, columns, counts):
-    """The same over pairs with ``columns [D]``, for ``values [N, D]``."""
+    """Do the same for pairs with ``columns [D]``, for ``values [N, D]``."""
     zero, below, start, middle, end = _zero(limits)
     for n in range(values.shape[0]):
         for first in range(0, values.shape[1], CHUNK):
@@ -158,7 +159,7 @@ def count_block_2d(values, limits, low, per_width, columns, counts):
 
 @_jit
 def count_nonfinite(values):
-    """How many elements of ``values [D]`` are NaN or infinite."""
+    """Count the elements of ``values [D]`` that are NaN or infinite."""
     total = 0
     for first in range(0, values.size, CHUNK):
         finite = np.int32(0)
@@ -173,7 +174,7 @@ def count_nonfinite(values):
 def add_sums(values, sums):
     """Add ``sum_n values[n]`` to ``sums``."""
     for first in range(0, sums.size, CHUNK):
-        part = sums[first : first + CHUNK]  # which stays in the nearest cache
+        part = sums[first : first + CHUNK]  # stays in the L1 cache
         for n in range(values.shape[0]):
             row = values[n, first : first + CHUNK]
             for i in range(part.size):
@@ -194,7 +195,7 @@ def count_small_in_rows(values, limit, counts):
 
 @_jit
 def count_small_in_columns(values, limit, counts):
-    """Add to ``counts [D]`` how many elements of each column of ``values [N, D]`` are small, likewise."""
+    """Add to ``counts [D]`` the number of such small elements in each column of ``values [N, D]``."""
     for n in range(values.shape[0]):
         row = values[n]
         for i in range(row.size):
@@ -203,7 +204,7 @@ def count_small_in_columns(values, limit, counts):
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def inner(first, second):
-    """The inner product of two vectors, in float64."""
+    """Return the inner product of two vectors, in float64."""
     total = 0.0
     for i in range(first.size):
         total += np.float64(first[i]) * np.float64(second[i])
@@ -212,7 +213,7 @@ def inner(first, second):
 
 @_jit
 def inner_rows(values, others, sums):
-    """Inner products of the rows of ``values`` with those of ``others``, or with its only one, into ``sums [N]``."""
+    """Write inner products of the rows of ``values`` and ``others``, or its only row, to ``sums [N]``."""
     for n in range(values.shape[0]):
         sums[n] = inner(values[n], others[n % others.shape[0]])
 
@@ -235,18 +236,18 @@ def add_powers(values, sums, squares):
 
 @_jit
 def count_near(delta, x, bits, limits, counts, rest):
-    """Count the pairs (n, o) whose products are all next to zero, and tell which are not.
+    """Count the pairs (n, o) whose products are all next to zero, and report which are not.
 
     Args:
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
         bits: The same memory as integers.
         limits: The thresholds.
-        counts: Of slots, added to.
-        rest: bool ``[N, O]``: set to whether a pair is left.
+        counts: Counts by slot, added to.
+        rest: bool ``[N, O]``, output: whether a pair is left.
 
     Returns:
-        int8 ``[N]``: 0 where nothing of a sample is left, 2 where its row is worth sorting, 1 otherwise.
+        int8 ``[N]``: 0 if nothing of a sample is left, 2 if its row is worth sorting, 1 otherwise.
     """
     near = _zero(limits)
     zero, below, _, _, _ = near
@@ -290,7 +291,7 @@ def _count_row(d, x, limits, low, per_width, near, counts):
 
 @_jit
 def _count_sorted_row(d, x, limits, low, per_width, counts):
-    """Products of a finite number with a sorted row of such."""
+    """Count products of a finite number with a sorted, finite row."""
     size, step, i = x.size, 1, 0
     if d < 0:
         step, i = -1, size - 1
@@ -308,7 +309,7 @@ def _count_sorted_row(d, x, limits, low, per_width, counts):
         return
     begin = 0
     while k < last:
-        limit, a, b = limits[k], begin, size - 1  # the product at b is beyond the limit, that at a is not
+        limit, a, b = limits[k], begin, size - 1  # the product at b is beyond the limit, the one at a is not
         while b - a > 1:
             middle = (a + b) >> 1
             if d * x[i + step * middle] >= limit:
@@ -325,7 +326,7 @@ def _count_sorted_row(d, x, limits, low, per_width, counts):
 
 @_jit
 def count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, counts):
-    """Count what is left; row k of ``x``, which may be sorted and then is finite, belongs to ``samples[k]``."""
+    """Count what is left; row k of ``x`` belongs to ``samples[k]``, and is finite if it is sorted."""
     near = _zero(limits)
     for k in range(samples.size):
         n = samples[k]
@@ -340,15 +341,15 @@ def count_rest(delta, x, samples, are_sorted, rest, limits, low, per_width, coun
 
 @_jit
 def count_outer_2d(delta, x, bits, limits, low, per_width, columns, row_counts, counts):
-    """Where all products of a pair are next to zero, the larger part is counted by row, and only the rest is visited.
+    """Count pairs with columns: if all products of a pair are next to zero, mostly by row, visiting only the rest.
 
     Args:
         delta: Shape ``[N, O]``.
         x: Shape ``[N, I]``.
         bits: The same memory as integers.
         limits: The thresholds.
-        low: For `_slot`.
-        per_width: For `_slot`.
+        low: See `_slot`.
+        per_width: See `_slot`.
         columns: Shape ``[O, I]``.
         row_counts: Counts of the columns of each row of parameters, ``[O, n_columns]``.
         counts: Added to.

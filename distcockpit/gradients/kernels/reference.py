@@ -1,4 +1,4 @@
-"""Binning in plain torch, for any device: the definition that the faster kernels must match count for count."""
+"""Binning in plain torch, for any device: the definition that faster kernels must match count for count."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ CHUNK = 1 << 21  # elements binned at a time: 8 MiB of float32, 16 MiB of slot n
 
 
 def slots(values: Tensor, limits: Tensor) -> Tensor:
-    """Slot number of every value."""
+    """Return the slot number of every value."""
     number = torch.bucketize(values, limits, right=True)
     return torch.where(values.isnan(), limits.numel() + 1, number)
 
 
 def _count(numbers: Tensor, counts: Tensor) -> None:
-    """As ``bincount``, which waits for the device."""
+    """Count like ``bincount``, which would wait for the device."""
     counts.scatter_add_(0, numbers, torch.ones((), dtype=torch.int64, device=numbers.device).expand_as(numbers))
 
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all elements of ``values``, see the package docstring."""
+    """Count all elements of ``values``, see the package docstring."""
     counts = torch.zeros(limits.numel() + 2, dtype=torch.int64, device=values.device)
     for part in values.reshape(-1).split(CHUNK):
         _count(slots(part, limits), counts)
@@ -30,7 +30,7 @@ def count_block(values: Tensor, limits: Tensor) -> Tensor:
 
 
 def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
-    """Counts of all products ``delta[n, o] * x[n, i]``."""
+    """Count all products ``delta[n, o] * x[n, i]``."""
     counts = torch.zeros(limits.numel() + 2, dtype=torch.int64, device=x.device)
     for d, y in _samples(delta, x):
         counts += count_block(d.unsqueeze(2) * y.unsqueeze(1), limits)
@@ -38,7 +38,7 @@ def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
 
 
 def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``values[n, d]``, ``columns[d]``)."""
+    """Count pairs (slot of ``values[n, d]``, ``columns[d]``)."""
     size = (limits.numel() + 2) * n_columns
     counts = torch.zeros(size, dtype=torch.int64, device=values.device)
     for part in values.split(max(1, CHUNK // max(1, values.shape[1]))):
@@ -47,7 +47,7 @@ def count_block_2d(values: Tensor, limits: Tensor, columns: Tensor, n_columns: i
 
 
 def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_columns: int) -> Tensor:
-    """Counts over pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
+    """Count pairs (slot of ``delta[n, o] * x[n, i]``, ``columns[o, i]``)."""
     counts = torch.zeros(limits.numel() + 2, n_columns, dtype=torch.int64, device=x.device)
     for d, y in _samples(delta, x):
         products = (d.unsqueeze(2) * y.unsqueeze(1)).flatten(1)
@@ -61,33 +61,33 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
-    """How many elements are NaN or infinite."""
+    """Count the elements that are NaN or infinite."""
     return values.numel() - values.isfinite().sum()
 
 
 def count_small(values: Tensor, epsilon: float) -> Tensor:
-    """How many small elements there are for each index of the second axis."""
+    """Count the small elements for each index of the second axis."""
     return (values.abs() <= epsilon).sum((0, 2))
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """The sum of all squares, float64."""
+    """Return the sum of all squares, float64."""
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares of each, float64."""
+    """Return the sum of all squares of each tensor, float64."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square()
 
 
 def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The inner product of each tensor with its other, float64."""
+    """Return the inner product of each tensor with its counterpart, float64."""
     pairs = zip(tensors, others, strict=True)
     return torch.stack([torch.dot(a.double().reshape(-1), b.double().reshape(-1)) for a, b in pairs])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
-    """Inner products of rows, float64 ``[N]``."""
+    """Return inner products of rows, float64 ``[N]``."""
     return torch.linalg.vecdot(values.double(), others.double())
 
 
@@ -100,6 +100,6 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
 
 
 def _samples(delta: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:
-    """Pieces of a few samples whose products fit a chunk."""
+    """Yield pieces of a few samples whose products fit a chunk."""
     n = max(1, CHUNK // max(1, delta.shape[1] * x.shape[1]))
     return zip(delta.split(n), x.split(n), strict=True)

@@ -100,7 +100,7 @@
     });
     const unchecked = Object.entries(content.unchecked);
     const none = items.length ? "" : make("p", {}, content.sections.length ? "Nothing looks wrong by the rules that could be applied." : "No rows yet.");
-    const rest = unchecked.length ? make("p", {}, make("small", {}, "Not looked for, as the run has no such quantity: "
+    const rest = unchecked.length ? make("p", {}, make("small", {}, "Not checked, because the run has no such quantity: "
       + unchecked.map(([rule, needs]) => `${rule} (${needs})`).join("; ") + ".")) : "";
     $("findings").replaceChildren(make("h2", {}, items.length ? "What looks wrong" : "Findings"), none, make("ol", {}, ...items), rest);
   }
@@ -178,7 +178,7 @@
           arrange();
           live.textContent = `live: rows of ${new Date().toLocaleTimeString()}`;
         } else if (answer.status !== 204) {
-          throw new Error((await answer.text()) || `the server says ${answer.status}`);
+          throw new Error((await answer.text()) || `the server returned ${answer.status}`);
         }
         live.className = "";
         if (answer.status === 204 && live.dataset.lost) live.textContent = "live: waiting for rows";

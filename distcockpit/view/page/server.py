@@ -100,7 +100,9 @@ def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
             bound.bind((HOST, PORT if port is None else port))
         except OSError as error:
             if port is not None:
-                raise OSError(f"port={port}: cannot be used, {error.strerror}. Take another one, or 0.") from error
+                raise OSError(
+                    f"port={port}: cannot be used, {error.strerror}. Choose another port, or 0 for any free one."
+                ) from error
             bound.bind((HOST, 0))
         bound.listen()  # whoever hears of the address may use it
         ready(f"http://{HOST}:{bound.getsockname()[1]}/")
