@@ -1,6 +1,6 @@
 """distcockpit: exact per-sample gradient statistics of distributed training runs, pooled over ranks.
 
-Importing the package is cheap: torch is loaded with the first name that needs it, so that a store can be read on a
+Importing the package is cheap: torch is loaded with the first name that needs it, so you can read a store on a
 machine without torch.
 """
 

@@ -29,15 +29,15 @@ from distcockpit.view.summary import facts, summary
 
 
 class _Run(click.Path):
-    """A folder, which shells complete, or a URL."""
+    """A folder, with shell completion, or a URL."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The path, with a home directory in place of a tilde that no shell has replaced."""
+        """The path, with ``~`` expanded in case the shell did not."""
         return str(value) if "://" in str(value) else os.path.expanduser(value)
 
 
 class _Options(click.ParamType):
-    """Options of fsspec as JSON."""
+    """fsspec options as JSON."""
 
     name = "JSON"
 
@@ -237,7 +237,7 @@ def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
 
 
 def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:
-    """Redraw when rows were committed."""
+    """Redraw whenever rows are committed."""
     out = console()
     name = next(iter(_names((run,))))
     tree = open_run(run, storage_options)
@@ -250,16 +250,16 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
                     tree = open_run(run, storage_options)
                     seen, shown = token, terminal.view(tree, facts(tree), name, out.height)
                     live.update(shown, refresh=True)
-                    if not out.is_terminal:  # a file or a pipe gets one view after the other
+                    if not out.is_terminal:  # a file or a pipe gets one view after another
                         out.print(shown)
-            except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached: it may come back
+            except (OSError, ValueError) as error:  # it is being replaced or unreachable: it may come back
                 live.update(terminal.lost(shown, str(error)), refresh=True)
                 seen = None
             time.sleep(refresh)
 
 
 def _names(runs: tuple[str, ...]) -> dict[str, str]:
-    """Short names of runs that tell them apart."""
+    """Short names for runs that tell them apart."""
     short = [Path(run if "://" in run else os.path.abspath(run)).name.removesuffix(".zarr") or run for run in runs]
     if len(set(short)) < len(short):
         common = os.path.commonpath([os.path.abspath(run) for run in runs]) if not any("://" in r for r in runs) else ""
@@ -270,10 +270,10 @@ def _names(runs: tuple[str, ...]) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The program; errors are one line and exit code 2.
+    """Run the command line; errors are one line and exit code 2.
 
     Args:
-        arguments: In place of those of the process.
+        arguments: Used instead of ``sys.argv``.
     """
     try:
         code = cli.main(arguments, prog_name="distcockpit", standalone_mode=False)
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = _failed(error.format_message() + way_out)
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:  # the reader of a pipe has gone
+    except BrokenPipeError:  # the reader of the pipe is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (OSError, ValueError, ImportError) as error:

@@ -18,15 +18,15 @@ class DistCockpitCallback(pl.Callback):
     """Tracks the training of a ``LightningModule``: ``Trainer(callbacks=[DistCockpitCallback("runs/a.zarr")])``.
 
     One step is one optimizer step of automatic optimization, micro-batches included; its number is
-    ``trainer.global_step``. A run that goes on from a checkpoint goes on in its store.
+    ``trainer.global_step``. A run resumed from a checkpoint continues in its store.
 
     Args:
         store: As for :class:`~distcockpit.DistCockpit`.
         model: Name of the submodule that is called with the batch, such as ``"net"``; by default the one that holds all
             trainable parameters, if there is one, else the ``LightningModule`` itself, called as ``self(x)``.
-        loss_fn: The loss module, or its name in the ``LightningModule``; by default its one submodule that is a loss. A
-            loss by a function needs ``callback.cockpit.record_losses(losses)`` in ``training_step``.
-        options: The other arguments of ``DistCockpit``.
+        loss_fn: The loss module, or its name in the ``LightningModule``; by default its only submodule that is a loss.
+            A loss function needs ``callback.cockpit.record_losses(losses)`` in ``training_step``.
+        options: Other arguments of ``DistCockpit``.
 
     Attributes:
         cockpit: The ``DistCockpit``, while the training runs.
@@ -42,10 +42,10 @@ class DistCockpitCallback(pl.Callback):
         self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Construct the cockpit; raises as it does, and ``TypeError`` with manual optimization.
+        """Construct the cockpit; raises whatever its constructor raises.
 
         Raises:
-            TypeError: If the optimization is manual: there is no telling which steps belong together.
+            TypeError: With manual optimization, where one cannot tell which steps belong together.
         """
         if not pl_module.automatic_optimization:
             raise TypeError(
@@ -62,31 +62,31 @@ class DistCockpitCallback(pl.Callback):
             store=self._store,
             **options,
         )
-        if trainer.global_step:  # else what is saved is of a training before
+        if trainer.global_step:  # otherwise the saved state is from an earlier training
             self.cockpit.load_state_dict(self._saved)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A step begins with its first micro-batch."""
+        """Begin a step with its first micro-batch."""
         if self.cockpit is not None and self._step is None:
             self._step = self.cockpit.track(trainer.global_step, epoch=trainer.current_epoch)
             self._step.__enter__()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """It ends before the optimizer steps."""
+        """End the step before the optimizer steps."""
         self._leave()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Close the cockpit."""
-        self._leave(KeyboardInterrupt())  # it may have ended between micro-batches
+        self._leave(KeyboardInterrupt())  # training may have ended between micro-batches
         if self.cockpit is not None:
             self._saved = self.cockpit.state_dict() if trainer.checkpoint_callbacks else {}  # saved after this, too
             self.cockpit.close()
             self.cockpit = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Keep what was tracked; the other ranks are not waited for."""
+        """Keep what was tracked, without waiting for the other ranks."""
         self._leave(exception)
         if self.cockpit is not None:
             self.cockpit.__exit__(type(exception), exception, None)
@@ -99,7 +99,7 @@ class DistCockpitCallback(pl.Callback):
         return {} if self._step is not None else self.cockpit.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Taken up when the training starts."""
+        """Keep the state until the training starts."""
         self._saved = state_dict
 
     def _leave(self, error: BaseException | None = None) -> None:

@@ -13,13 +13,13 @@ Preset = Callable[[Schedule | None], list[q.Quantity]]
 
 
 def _distributed(schedule: Schedule | None) -> list[q.Quantity]:
-    """What only many ranks can show; cheap."""
+    """The quantities that compare ranks; cheap."""
     kinds = (q.GradientNoiseScale, q.RankDisagreement, q.RankHealth, q.ReplicaDrift)
     return [kind(schedule=schedule) for kind in kinds]
 
 
 def _wished(preset: Preset) -> Preset:
-    """What it returns is tracked where it can be had."""
+    """Make the quantities of a preset optional: they are tracked where possible."""
 
     @functools.wraps(preset)
     def wished(schedule: Schedule | None = None) -> list[q.Quantity]:
@@ -30,7 +30,7 @@ def _wished(preset: Preset) -> Preset:
 
 @_wished
 def economy(schedule: Schedule | None = None) -> list[q.Quantity]:
-    """What Cockpit's economy holds: first order, a few sums per layer; and what ranks can tell of each other."""
+    """Cockpit's economy preset (first order, a few sums per layer), plus quantities that compare ranks."""
     return [
         q.Alpha(schedule=schedule),
         q.Distance(schedule=schedule),
@@ -47,19 +47,19 @@ def economy(schedule: Schedule | None = None) -> list[q.Quantity]:
 
 @_wished
 def business(schedule: Schedule | None = None) -> list[q.Quantity]:
-    """Economy and the diagonal of the curvature."""
+    """Economy plus the diagonal of the curvature."""
     return [*economy(schedule), q.TICDiag(schedule=schedule), q.HessTrace(schedule=schedule)]
 
 
 @_wished
 def full(schedule: Schedule | None = None) -> list[q.Quantity]:
-    """Business, the largest eigenvalue of the Hessian, and the two-dimensional histogram."""
+    """Business plus the largest eigenvalue of the Hessian and the two-dimensional histogram."""
     return [*business(schedule), q.HessMaxEV(schedule=schedule), q.GradHist2d(schedule=schedule)]
 
 
 @_wished
 def layers(schedule: Schedule | None = None) -> list[q.Quantity]:
-    """Layer by layer: outputs, parameters, gradients, updates; condition numbers at every 100th step, if not told."""
+    """Layer by layer: outputs, parameters, gradients, updates; condition numbers every 100th step by default."""
     return [
         q.OutputNorm(schedule=schedule),
         q.OutputActivation(schedule=schedule),

@@ -1,4 +1,4 @@
-"""Reading a run: a tree of xarray datasets, and statistics of it. Needs no torch."""
+"""Reading a run: a tree of xarray datasets, and statistics of it. Does not need torch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ T = TypeVar("T")
 def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> xr.DataTree:
     """Open the store of a run, finished or still being written.
 
-    The store need not be trusted: nothing in it is executed, and sizes are checked before memory is allocated.
+    Untrusted stores are safe to open: nothing in them is executed, and sizes are checked before memory is allocated.
 
     Args:
-        store: A path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or a store of zarr.
-        storage_options: Options of fsspec for a URL: credentials, endpoint.
+        store: A path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or a zarr store.
+        storage_options: fsspec options for a URL: credentials, endpoint.
 
     Returns:
         One node per quantity, ``run["alpha"]["alpha"]``, with the dimension ``step`` and the coordinates ``epoch``,
-        ``wall_time`` and ``batch_size`` on it, and names along ``parameter`` and ``layer``; data are read when they
-        are used, in chunks of Dask where it is installed (extra ``dask``). ``run.attrs`` tells of the run. It holds
-        what was committed when it was opened; open it again to see more.
+        ``wall_time`` and ``batch_size`` on it, and names along ``parameter`` and ``layer``. Data are loaded lazily, as
+        Dask chunks if it is installed (extra ``dask``). ``run.attrs`` describes the run. It holds what was committed
+        when it was opened; open it again to see more.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If there is nothing there.
         OSError: If the store cannot be reached.
-        ValueError: If it is no run of distcockpit, of a newer format, or damaged.
+        ValueError: If it is not a distcockpit run, has a newer format, or is damaged.
     """
     run = open_store(store, storage_options)
-    opened: Any = run.store()  # xarray takes stores of zarr, though its types do not say so
+    opened: Any = run.store()  # xarray accepts zarr stores, though its types do not say so
     chunks: dict[str, int] | None = {} if find_spec("dask") else None
     try:
         return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
@@ -53,19 +53,19 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[str]:
-    """Read every chunk of a run; what is missing would read as NaN or zero without a word.
+    """Read every chunk of a run, because missing chunks would otherwise silently read as NaN or zero.
 
     Args:
         store: As for `open_run`.
         storage_options: As for `open_run`.
-        progress: Is told after each chunk how many were read, of how many.
+        progress: Called after each chunk with the number of chunks read, and their total.
 
     Returns:
-        What is wrong, a sentence each; nothing if all is well.
+        What is wrong, one sentence each; empty if all is well.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is no run of distcockpit, or of a newer format.
+        FileNotFoundError: If there is nothing there.
+        ValueError: If it is not a distcockpit run, or has a newer format.
     """
     return problems(open_store(store, storage_options), progress)
 
@@ -106,8 +106,8 @@ def line_aggregation(data: xr.DataArray, method: str | float = "mean") -> xr.Dat
 
     Args:
         data: An array of a run with the dimension ``step`` and the coordinate ``epoch``.
-        method: "mean", "median", "min", "max", "Q1", "Q3", "std" (ddof 0) or "IQR"; a number is the quantile of that
-            share, 0.9.
+        method: "mean", "median", "min", "max", "Q1", "Q3", "std" (ddof 0) or "IQR"; a number such as 0.9 is that
+            quantile.
 
     Returns:
         The dimension ``epoch`` in place of ``step``.
@@ -127,7 +127,7 @@ def range_aggregation(
 
     Args:
         data: An array of a run with the dimension ``step`` and the coordinate ``epoch``.
-        method: "std" (mean - std, mean + std), "Q1-Q3" or "min-max"; two numbers are quantiles, (0.1, 0.9).
+        method: "std" (mean - std, mean + std), "Q1-Q3" or "min-max"; two numbers such as (0.1, 0.9) are quantiles.
 
     Returns:
         Two arrays with the dimension ``epoch`` in place of ``step``.
@@ -149,7 +149,7 @@ def _named(table: dict[str, T], function: str, value: str | float, argument: str
 
 
 def _per_epoch(data: xr.DataArray, reduce: Callable[[xr.DataArray], xr.DataArray]) -> xr.DataArray:
-    data = data.compute()  # Dask has no groups by what is not read, and no median over all of it
+    data = data.compute()  # Dask cannot group by unloaded values, nor take a median over all chunks
     if not np.isfinite(data["epoch"]).any():
         raise ValueError(f"{data.name}: no epoch was stored. Pass it while training: track(step, epoch=epoch).")
     return data.groupby("epoch").map(reduce)
@@ -160,12 +160,12 @@ def exponential_smoothing(data: xr.DataArray, weight: float = 0.9) -> xr.DataArr
 
     $$m_t = \frac{\sum_{s \le t} w^{t-s} x_s}{\sum_{s \le t} w^{t-s}}$$
 
-    Rows that are NaN or infinite do not count (the mean of those before stands there); the others count alike, however
-    many steps lie between them.
+    Rows that are NaN or infinite do not count (they show the mean of the rows before); the others count the same,
+    however many steps lie between them.
 
     Args:
         data: An array of a run with the dimension ``step``.
-        weight: w, what a row weighs against the one after it; 0 is no smoothing. A mean over about 1 / (1 - w) rows.
+        weight: w, the weight of a row relative to the next one; 0 is no smoothing. A mean over about 1 / (1 - w) rows.
 
     Returns:
         The same dimensions, coordinates and attributes; NaN before the first value.
@@ -186,8 +186,8 @@ def noise_scale(
 ) -> xr.DataArray:
     r"""The simple gradient noise scale, $\operatorname{tr}\Sigma / |\mathcal G|^2$, from parts that are smoothed first.
 
-    The ratio of the two parts of a single step is noise itself; McCandlish et al. 2018, arXiv:1812.06162, appendix A.1,
-    average each part over steps and divide then.
+    The ratio of the two parts of a single step is itself very noisy; McCandlish et al. 2018, arXiv:1812.06162, appendix
+    A.1, therefore average each part over steps before dividing.
 
     Args:
         parts: The rows of `GradientNoiseScale`, ``run["gradient_noise_scale"]``.
@@ -195,8 +195,8 @@ def noise_scale(
         source: "samples", "layers" (one value per layer) or "ranks".
 
     Returns:
-        In samples, by ``step`` (and ``layer``). NaN where the squared gradient is not above 0: too few rows for its
-        noise.
+        In samples, by ``step`` (and ``layer``). NaN where the squared gradient is not above 0: too few rows for the
+        amount of noise.
 
     Raises:
         ValueError: If the source is unknown, or these are not the rows of that quantity.
@@ -220,10 +220,10 @@ def to_dataframe(run: xr.DataTree) -> pd.DataFrame:
         run: A node of a run, or the run.
 
     Returns:
-        The index is ``step``; the first columns are ``epoch``, ``wall_time`` and ``batch_size``. A number per step is a
-        column, ``alpha``; an array has a column per element, ``trace[0.weight]``, ``counts[3, 17]``. For a whole run
-        the rows of all quantities are joined by step, with columns ``alpha/alpha``; what a quantity has no row for is
-        NaN.
+        The index is ``step``; the first columns are ``epoch``, ``wall_time`` and ``batch_size``. A number per step is
+        one column, ``alpha``; an array has one column per element, ``trace[0.weight]``, ``counts[3, 17]``. For a whole
+        run, the rows of all quantities are joined by step, with columns such as ``alpha/alpha``, and NaN where a
+        quantity has no row.
     """
     if run.children:
         nodes = {name: to_dataframe(node) for name, node in run.children.items()}

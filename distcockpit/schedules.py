@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 Schedule = Callable[[int], bool]
-"""Any callable that says for a step whether it is tracked; it must say the same on all ranks."""
+"""Any callable that takes a step and returns whether it is tracked; the answer must be the same on all ranks."""
 
 
 def in_words(schedule: Schedule | None) -> str:
-    """What a line for people calls a schedule: a function by its name."""
+    """A human-readable name for a schedule: a function by its name."""
     return str(getattr(schedule, "__qualname__", schedule))
 
 
@@ -79,9 +79,9 @@ def every(n: int, offset: int = 0) -> Every:
 
 
 def logspaced(start: int, stop: int, num: int = 100) -> AtSteps:
-    """Track up to ``num`` steps with equal ratios between ``start`` and ``stop``, both included, and step 0.
+    """Track up to ``num`` log-spaced steps between ``start`` and ``stop``, both included, and step 0.
 
-    Steps are rounded to integers; equal ones fall together, so that the early part is dense.
+    Steps are rounded to integers and duplicates are removed, so the early part is dense.
 
     Args:
         start: First step of the sequence, at least 1.
@@ -89,7 +89,7 @@ def logspaced(start: int, stop: int, num: int = 100) -> AtSteps:
         num: Number of steps before rounding, at least 2.
 
     Raises:
-        ValueError: If an argument breaks its rule.
+        ValueError: If an argument is invalid.
     """
     if start < 1:
         raise ValueError(f"logspaced(start={start}): start must be at least 1; step 0 is always tracked.")

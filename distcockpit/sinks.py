@@ -1,7 +1,7 @@
-"""Live copies of the rows, beside the store: TensorBoard, Weights & Biases.
+"""Live copies of the rows, in addition to the store: TensorBoard, Weights & Biases.
 
-A sink gets every row when it is finished, on the background thread of rank 0: its numbers, and histograms of one
-dimension. The store holds all of it; a sink that fails is left out from then on, and the run goes on.
+A sink gets every row when it is finished, on rank 0's background thread: its numbers, and one-dimensional histograms.
+The store holds everything; a sink that fails is dropped from then on, and the run continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distcockpit.store.schema import Row
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of one dimension; the moments, which they do not hold, from the middles of the bins."""
+    """One-dimensional counts; the moments, which the counts do not hold, are estimated from the bin centres."""
 
     counts: np.ndarray
     edges: np.ndarray
@@ -34,7 +34,7 @@ class Histogram:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Histogram | None:
-        """That of a row, if it has one that says something."""
+        """The histogram of a row, if it has one that is not empty."""
         if not {"counts", "edges"} <= set(row) or np.ndim(row["counts"]) != 1:
             return None
         counts, edges = np.asarray(row["counts"]), np.asarray(row["edges"], dtype=float)
@@ -42,29 +42,29 @@ class Histogram:
 
 
 class Sink(ABC):
-    """Where rows go beside the store. All calls come from rank 0."""
+    """Where rows go in addition to the store. All calls come from rank 0."""
 
     @abstractmethod
     def start(self) -> None:
-        """The cockpit is constructed; an error here is the user's to see."""
+        """Called when the cockpit is constructed; errors raised here reach the user."""
 
     @abstractmethod
     def write(
         self, name: str, step: int, wall_time: float, numbers: Mapping[str, float], histogram: Histogram | None
     ) -> None:
-        """A row of a quantity, or of the user's own scalars (``log``).
+        """Write a row of a quantity, or of the user's own scalars (``log``).
 
         Args:
-            name: Of the quantity.
-            step: Of the row; rows of one quantity come in order, those of several need not.
+            name: Name of the quantity.
+            step: Step of the row; rows of one quantity come in order, rows of different quantities need not.
             wall_time: Seconds since the epoch.
-            numbers: By field; finite.
-            histogram: That of the row, if it has one.
+            numbers: The finite numbers of the row, by field.
+            histogram: The row's histogram, if it has one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""
 
 
 def numbers_of(row: Row) -> dict[str, float]:
@@ -77,8 +77,8 @@ class TensorBoard(Sink):
     """Event files of TensorBoard, with tags ``quantity/field``; needs the extra ``export``.
 
     Args:
-        folder: Where the files go; `tensorboard --logdir` shows it while the run goes on.
-        flush_seconds: Longest time until a row is in the file.
+        folder: Where the files go; `tensorboard --logdir` shows it while the run is going.
+        flush_seconds: Maximum time until a row is in the file.
     """
 
     def __init__(self, folder: str | os.PathLike[str], flush_seconds: float = 10.0) -> None:
@@ -86,7 +86,7 @@ class TensorBoard(Sink):
         self._writer: Any = None
 
     def start(self) -> None:
-        """Make the file.
+        """Create the file.
 
         Raises:
             ImportError: If tensorboardX is missing.
@@ -108,7 +108,7 @@ class TensorBoard(Sink):
     def write(
         self, name: str, step: int, wall_time: float, numbers: Mapping[str, float], histogram: Histogram | None
     ) -> None:
-        """Scalars, and the counts of a histogram as they are."""
+        """Write scalars, and the counts of a histogram unchanged."""
         for key, value in numbers.items():
             self._writer.add_scalar(f"{name}/{key}", value, step, walltime=wall_time)
         if histogram is not None:
@@ -120,7 +120,7 @@ class TensorBoard(Sink):
 
 
 def add_histogram(writer: Any, tag: str, step: int, wall_time: float, histogram: Histogram) -> None:
-    """Counts for TensorBoard.
+    """Write counts as a TensorBoard histogram.
 
     Args:
         writer: A ``tensorboardX.SummaryWriter``.
@@ -146,14 +146,14 @@ def add_histogram(writer: Any, tag: str, step: int, wall_time: float, histogram:
 
 
 class WandB(Sink):
-    """Weights & Biases; needs the extra ``wandb``. Each quantity has an axis of its own, ``quantity/step``.
+    """Weights & Biases; needs the extra ``wandb``. Each quantity has its own step axis, ``quantity/step``.
 
-    Without ``run`` it has a run of its own, so that the steps of yours are left alone. In a run that is given, rows
-    ride with what you log next: of two rows of one quantity in between, W&B keeps the newer.
+    Without ``run``, the sink creates its own run, so the steps of yours are left alone. If you pass a run, rows are
+    committed with whatever you log next: if a quantity has two rows in between, W&B keeps the newer one.
 
     Args:
         run: A run of yours, on rank 0 (``None`` on the others).
-        options: Arguments of ``wandb.init`` for a run of its own: ``project=``, ``mode="offline"``, ...
+        options: Arguments of ``wandb.init`` for the sink's own run: ``project=``, ``mode="offline"``, ...
     """
 
     def __init__(self, run: Any = None, **options: Any) -> None:
@@ -166,7 +166,7 @@ class WandB(Sink):
         self._defined: set[str] = set()
 
     def start(self) -> None:
-        """Begin the run.
+        """Start the run.
 
         Raises:
             ImportError: If wandb is missing.
@@ -181,7 +181,7 @@ class WandB(Sink):
     def write(
         self, name: str, step: int, wall_time: float, numbers: Mapping[str, float], histogram: Histogram | None
     ) -> None:
-        """One record."""
+        """Log one record."""
         import wandb
 
         if name not in self._defined:
@@ -194,6 +194,6 @@ class WandB(Sink):
         self._run.log({**record, f"{name}/step": step}, commit=self._is_ours)
 
     def close(self) -> None:
-        """End the run, if it is its own."""
+        """Finish the run if the sink created it."""
         if self._is_ours:
             self._run.finish()

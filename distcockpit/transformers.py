@@ -20,12 +20,12 @@ FILE = "distcockpit.pt"
 class DistCockpitCallback(TrainerCallback):
     """Tracks the training of a ``Trainer``: ``Trainer(..., callbacks=[DistCockpitCallback("runs/a.zarr")])``.
 
-    One step is one optimizer step, micro-batches included; its number is ``state.global_step``. A run that goes on from
-    a checkpoint goes on in its store.
+    One step is one optimizer step, micro-batches included; its number is ``state.global_step``. A run resumed from a
+    checkpoint continues in its store.
 
     Args:
         store: As for :class:`~distcockpit.DistCockpit`.
-        options: The other arguments of ``DistCockpit``.
+        options: Other arguments of ``DistCockpit``.
 
     Attributes:
         cockpit: The ``DistCockpit``, while the training runs.
@@ -38,7 +38,7 @@ class DistCockpitCallback(TrainerCallback):
         self._step: TrackedStep | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Construct the cockpit; raises as it does. An earlier training that ended with an error is left behind."""
+        """Construct the cockpit; raises whatever its constructor raises. Drops an earlier training that failed."""
         self._leave(KeyboardInterrupt())
         mode = "a" if state.global_step else "w-"
         optimizer = others.get("optimizer")
@@ -48,17 +48,17 @@ class DistCockpitCallback(TrainerCallback):
             self.cockpit.load_state_dict(torch.load(saved, weights_only=True))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """A step begins with its first micro-batch."""
+        """Begin a step with its first micro-batch."""
         if self.cockpit is not None:
             self._step = self.cockpit.track(state.global_step, epoch=state.epoch)
             self._step.__enter__()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """It ends before the optimizer steps."""
+        """End the step before the optimizer steps."""
         self._leave()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The cockpit's own state goes into the checkpoint's folder."""
+        """Save the cockpit's own state in the checkpoint folder."""
         if self.cockpit is not None and self._step is None:
             saved = self.cockpit.state_dict()
             if state.is_world_process_zero and os.path.isdir(os.path.dirname(_file(args, state))):

@@ -36,7 +36,7 @@ HEADER = (
     *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix"),
     *("model", "layout", "failed", "riding", "joined"),
 )
-"""The numbers of a header record, in float64."""
+"""The fields of a header record, in float64."""
 
 KINDS = (
     "tracks step {}",
@@ -68,7 +68,7 @@ class Pending:
             side.wait_stream(module.current_stream(buffer.device))
             with module.stream(side):
                 if work is not None:
-                    work.wait()  # orders this stream behind the all-reduce; neither the host nor training waits
+                    work.wait()  # makes this stream wait for the all-reduce, but neither the host nor training
                 self._host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
                 self._host.copy_(buffer, non_blocking=True)
                 self._ready = module.Event()
@@ -92,7 +92,7 @@ class Pending:
         return self._buffer.numpy()
 
     def done(self) -> bool:
-        """True if ``result`` would return at once."""
+        """True if ``result`` would return immediately."""
         if self._ready is not None:
             return bool(self._ready.query())
         return self._work is None or bool(self._work.is_completed())
@@ -161,7 +161,7 @@ class World:
     # -- who is where --------------------------------------------------------------------------------------------------
 
     def leave_word(self, text: str) -> None:
-        """Tell the others where this rank is, without waiting for them."""
+        """Tell the other ranks where this one is, without waiting for them."""
         if self._words is not None:
             try:
                 self._words.set(f"distcockpit/{self.rank}", text)

@@ -1,9 +1,9 @@
 """A quantity of your own: the hardest sample of the pooled batch, and the rank that holds it.
 
 torchrun --nproc_per_node=4 examples/custom_quantity.py --store runs/custom.zarr
-python examples/custom_quantity.py --store runs/custom.zarr          # the same as a world of one
+python examples/custom_quantity.py --store runs/custom.zarr          # the same in one process
 
-Rank 1's labels are partly wrong; the rows that are read back at the end show it.
+Some of rank 1's labels are wrong; the rows read back at the end show it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HardestSample(Quantity):
         return Group({"loss": Field((), "largest loss", "loss"), "rank": Field((), "its rank", dtype="int64")})
 
     def local(self, batch, memory):
-        """This rank's part. Ranks are added, so a maximum takes a slot per rank."""
+        """This rank's part. Parts are summed over ranks, so a maximum needs one slot per rank."""
         return {"largest": batch.slot(batch.losses.max() if batch.local_n else -torch.inf)}
 
     def finalize(self, totals, n):

@@ -1,7 +1,7 @@
 """Train on scikit-learn's handwritten digits (1,797 real images, no download) with distcockpit switched on.
 
 torchrun --nproc_per_node=4 examples/digits.py --store runs/digits.zarr
-python examples/digits.py --store runs/digits.zarr          # the same as a world of one
+python examples/digits.py --store runs/digits.zarr          # the same in one process
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
             epoch += 1
     progress.close()
 
-    if rank == 0 and os.path.exists(args.store):  # it does not where DISTCOCKPIT=off
+    if rank == 0 and os.path.exists(args.store):  # it does not with DISTCOCKPIT=off
         run = open_run(args.store)
         tracked = ", ".join(f"{name} ({node.sizes['step']})" for name, node in run.children.items())
         print(f"Trained the {args.model} with {args.optimizer} for {step} steps on {world_size} ranks.")

@@ -53,7 +53,7 @@ def make_model(length: int) -> GPT2LMHeadModel:
 
 
 def draw(tokens: Tensor, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Characters, and the ones that follow them: [n, length] each."""
+    """Characters, and the next characters as targets: [n, length] each."""
     first = torch.randint(len(tokens) - length, (n, 1), generator=generator)
     index = first + torch.arange(length + 1)
     return tokens[index[:, :-1]], tokens[index[:, 1:]]
@@ -67,7 +67,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     tokens = torch.tensor([CHARACTERS.index(c) for c in TEXT])
-    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # each rank draws other places of the book
+    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # each rank draws different passages
 
     net = make_model(args.length).to(device).train()
     model = DistributedDataParallel(net) if dist.is_initialized() else net
@@ -99,7 +99,7 @@ def main() -> None:
             print(cockpit.coverage())
     progress.close()
 
-    if rank == 0 and os.path.exists(args.store):  # it does not where DISTCOCKPIT=off
+    if rank == 0 and os.path.exists(args.store):  # it does not with DISTCOCKPIT=off
         run = open_run(args.store)
         last = run["log"]["train_loss"].values[-1]
         size = sum(p.numel() for p in net.parameters())

@@ -19,7 +19,7 @@ from distcockpit.lightning import DistCockpitCallback
 
 
 class Digits(pl.LightningModule):
-    """As people write them: nothing in here knows of the cockpit."""
+    """A plain LightningModule: nothing in here knows about the cockpit."""
 
     def __init__(self) -> None:
         super().__init__()

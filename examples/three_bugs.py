@@ -1,4 +1,4 @@
-"""Three bugs in a training run, and what distcockpit shows of each; docs/three_bugs.md tells the story.
+"""Three bugs in a training run, and what distcockpit shows for each; explained in docs/three_bugs.md.
 
 torchrun --nproc_per_node=4 examples/three_bugs.py
 torchrun --nproc_per_node=4 examples/three_bugs.py --folder runs/bugs --figures docs
@@ -25,7 +25,7 @@ from distcockpit.instruments import panels
 
 STEPS, PER_RANK = 150, 32
 
-# Which pictures show a bug, and the run without it.
+# Which figures show a bug, next to the run without it.
 STORY = {
     "learning_rate": ["alpha", "losses"],
     "one_rank": ["ranks/loss, healthy", "ranks/loss, one_rank", "ranks/cosine, healthy", "ranks/cosine, one_rank"],
@@ -34,7 +34,7 @@ STORY = {
 
 
 def perceptron() -> nn.Module:
-    """Leaky, so that with steps that are too large it diverges on every machine; units of ReLUs may also die."""
+    """Leaky ReLUs, so that it diverges on every machine if steps are too large; plain ReLU units might just die."""
     return nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.3), nn.Linear(64, 10))
 
 
@@ -44,7 +44,7 @@ def deep_sigmoid() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), *hidden, nn.Linear(64, 10))
 
 
-# By run: the network, the learning rate, and the rank that is fed raw images.
+# By run: the network, the learning rate, and the rank that gets raw images.
 RUNS: dict[str, tuple[Callable[[], nn.Module], float, int | None]] = {
     "healthy": (perceptron, 0.1, None),
     "learning_rate": (perceptron, 2.0, None),
@@ -78,7 +78,7 @@ def train(store: Path, net: nn.Module, learning_rate: float, raw_rank: int | Non
 
 
 def draw(folder: Path, figures: Path) -> None:
-    """A figure of each bug, beside the run without it."""
+    """Draw a figure for each bug, next to the run without it."""
     figures.mkdir(parents=True, exist_ok=True)
     for bug, wanted in STORY.items():
         runs = {name: open_run(folder / f"{name}.zarr") for name in ("healthy", bug)}

@@ -1,4 +1,4 @@
-"""Train a small GPT-2 on characters of a book with the Trainer of Hugging Face, with distcockpit as a callback.
+"""Train a small GPT-2 on characters of a book with the Hugging Face Trainer, with distcockpit as a callback.
 
 torchrun --nproc_per_node=2 examples/transformers_gpt2.py --store runs/trainer.zarr
 """
@@ -18,7 +18,7 @@ from distcockpit.transformers import DistCockpitCallback
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Pieces of the book of different lengths, filled up to the longest; what is filled up has the label -100."""
+    """Pieces of the book of different lengths, padded to the longest; padding has the label -100."""
 
     def __init__(self, length: int = 32) -> None:
         index = torch.tensor([CHARACTERS.index(c) for c in TEXT])

@@ -3,13 +3,13 @@
 #
 #     HEAD=first-machine:29400 launch/two_nodes.sh my_training.py --my-option
 #
-# Without HEAD both agents start on this machine and meet on the loopback address, as a rehearsal:
+# Without HEAD, both agents start on this machine and meet on the loopback address, as a dry run:
 #
 #     launch/two_nodes.sh                                  # the digits example, 2 agents with 2 ranks each
 #
 # Edit: RANKS is the number of processes per machine. The port must be open between the machines. The store must be
-# on a path that rank 0 can write; which machine holds rank 0 is decided at the rendezvous, so use a shared file
-# system, or look on both. Behind several network interfaces set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+# on a path that rank 0 can write to; the rendezvous decides which machine gets rank 0, so use a shared file system,
+# or check both. On machines with several network interfaces, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
 set -euo pipefail
 [ $# -gt 0 ] || set -- examples/digits.py --store runs/digits.zarr
 

@@ -351,7 +351,7 @@ CASES: dict[str, Case] = {
         group="Inputs and outputs",
     ),  # fmt: skip
     "a loss returned beside the scores": scores_and_loss(HandMade, group="Inputs and outputs"),
-    "an autograd function of one's own": Case(
+    "a custom autograd function": Case(
         lambda: Net(OwnFunction(), FLAT), whole=("body.weight",), group="Inputs and outputs"
     ),
     "vmap and grad of torch.func in forward": Case(
@@ -570,7 +570,7 @@ def hold_batch_statistics(name: str, model: nn.Module, batch: Batch) -> None:
 
 def table() -> str:
     """What works, as the README shows it: one row per group of cases."""
-    rows = ["| what | tested | a module is run as a whole for | slow exact route for |", "|---|---|---|---|"]
+    rows = ["| what | tested | whole module re-run for | slow exact route for |", "|---|---|---|---|"]
     for group in dict.fromkeys(case.group for case in CASES.values()):
         cases = {name: case for name, case in CASES.items() if case.group == group}
         tested = "; ".join(name if case.ranks else f"{name} (one process only)" for name, case in cases.items())

@@ -212,14 +212,14 @@ class TwoBackwardCalls(Loop):
 
 
 class TokenMean(Loop):
-    """a token mean with `ignore_index`, by the loss module"""
+    """a token mean with `ignore_index`, from the loss module"""
 
     row = "Sequences"
     model, loss, optimizer = "tokens", "token_mean", "adamw"
 
 
 class TokenMeanByFunction(Loop):
-    """the same by a function: `track(step, weight=tokens)`"""
+    """the same from a function: `track(step, weight=tokens)`"""
 
     row = "Sequences"
     model, loss, optimizer, told_loss = "tokens", "token_mean", "adamw", False
@@ -263,7 +263,7 @@ class Zero(Fused):
 
 
 class Closure(Loop):
-    """LBFGS, whose closure holds `with cockpit.track(step)`: its first call is tracked"""
+    """LBFGS, with `with cockpit.track(step)` inside the closure: its first call is tracked"""
 
     row = "Optimizers"
     optimizer = "lbfgs"
@@ -308,7 +308,7 @@ class SharpnessAware(Loop):
 
 
 class SeveralOptimizers(Loop):
-    """several (`optimizer={"matrices": a, "rest": b}`), each with an α of its own"""
+    """several (`optimizer={"matrices": a, "rest": b}`), each with its own α"""
 
     row = "Optimizers"
 
@@ -379,7 +379,7 @@ class PowerSGD(Loop):
 
 
 class Checkpointed(Loop):
-    """without reentrance"""
+    """non-reentrant"""
 
     row = "Activation checkpointing"
     model = "deep"
@@ -396,7 +396,7 @@ class CheckpointedReentrantly(Checkpointed):
 
 
 class Compiled(Loop):
-    """the model, under DDP"""
+    """the model inside DDP"""
 
     row = "`torch.compile`"
     around = False
@@ -423,7 +423,7 @@ class Compiled(Loop):
 
 
 class CompiledAround(Compiled):
-    """and around it"""
+    """the DDP model"""
 
     model, around = "deep", True
 
@@ -512,7 +512,7 @@ class Evaluates(Loop):
 
 
 class TwoCockpits(Loop):
-    """on one model, inside each other"""
+    """nested, on one model"""
 
     row = "Several cockpits"
 

@@ -436,7 +436,7 @@ OBJECTIVES: dict[str, Objective] = {
         lambda z, d, _: 0.3 * F.cross_entropy(z, d.y) + (1 - 0.3) * F.cross_entropy(z, d.other),
         lambda z, d, _: ((0.3 * nll(z, d.y) + 0.7 * nll(z, d.other)).sum(), 1),
     ),
-    "a focal loss, a module of one's own": Objective(lambda z, d, _: Focal()(z, d.y), focal_terms),
+    "a focal loss, a custom module": Objective(lambda z, d, _: Focal()(z, d.y), focal_terms),
     "an auxiliary classifier": Objective(
         lambda z, d, _: F.cross_entropy(z["main"], d.y) + 0.3 * F.cross_entropy(z["aux"], d.other), heads, TwoHeads
     ),

@@ -10,7 +10,8 @@ import torch
 from test_capture import mean_terms
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities.alpha import Alpha, fit_alpha
+from distcockpit.quantities import Alpha
+from distcockpit.quantities.alpha import fit_alpha
 
 
 def test_fit_equals_least_squares_on_the_whitened_system() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import Ranks
+from steps import run_steps
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
@@ -54,38 +56,34 @@ def quantities(alpha: bool = True) -> list[Any]:
     return [*first, Alpha()] if alpha else first
 
 
-def train(
+def train_sigmoid(
     store: Path,
     step_function: Callable[[DistCockpit, nn.Module, Tensor, Tensor], None],
     model: nn.Module | None = None,
     loss_fn: nn.Module | None = None,
     alpha: bool = True,
     target: str = "mean",
-    track: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, list[dict], list[tuple[Tensor, Tensor]]]:
+    """The model, its states before each step, and the batches."""
     net = cases.initialised("sigmoid") if model is None else model
-    kind = "tokens" if target == "token_mean" else "sigmoid"
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    states, batches = [], []
-    chosen = options.pop("quantities", quantities(alpha))
-    with DistCockpit(net, loss_fn, store=store, quantities=chosen, schedule=every(1), **options) as cockpit:
-        for step in range(3):
-            x, y = cases.data(kind, target, step)
-            states.append({k: v.clone() for k, v in net.state_dict().items()})
-            batches.append((x, y))
-            optimizer.zero_grad()
-            with cockpit.track(step, **(track or {})):
-                step_function(cockpit, net, x, y)
-            optimizer.step()
-    return net, states, batches
+    done = run_steps(
+        store,
+        net,
+        partial(cases.data, "tokens" if target == "token_mean" else "sigmoid", target),
+        loss_fn=loss_fn,
+        body=lambda cockpit, x, y: step_function(cockpit, net, x, y),
+        rate=0.3,
+        **{"quantities": quantities(alpha), **options},
+    )
+    return net, done.states, done.batches
 
 
 def test_functional_loss(tmp_path: Path) -> None:
     def step(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
         F.cross_entropy(net(x), y).backward()
 
-    check(tmp_path / "r", *train(tmp_path / "r", step, alpha=False), mean_terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step, alpha=False), mean_terms)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "factor", "micro"])
@@ -104,7 +102,7 @@ def test_recorded_losses(tmp_path: Path, reduce: str) -> None:
     def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
         return mean_terms(z, y)[0] * factor, 1
 
-    check(tmp_path / "r", *train(tmp_path / "r", step), terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step), terms)
 
 
 def test_importance_weights_are_part_of_the_individual_loss(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_importance_weights_are_part_of_the_individual_loss(tmp_path: Path) -> N
         return cases._nll(z, y)[0] * weight, weight
 
     position = list(range(10 * N))
-    check(tmp_path / "r", *train(tmp_path / "r", step), terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step), terms)
 
 
 class OwnLoss(nn.Module):
@@ -145,7 +143,7 @@ def test_loss_inside_the_model(tmp_path: Path, factor: float) -> None:
         for part, target in zip(x.split([15, 9]), y.split([15, 9]), strict=True):
             (cockpit(inputs={"x": part}, labels=target)["loss"] * factor).backward()
 
-    net, states, batches = train(tmp_path / "r", step, OwnLoss(), alpha=False)
+    net, states, batches = train_sigmoid(tmp_path / "r", step, OwnLoss(), alpha=False)
     states = [{k.removeprefix("net."): v for k, v in s.items()} for s in states]
 
     run = open_run(tmp_path / "r")
@@ -194,7 +192,7 @@ def test_loss_called_twice_on_one_batch(tmp_path: Path) -> None:
     def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
         return cases._nll(z, y)[0] + cases._nll(z, (y + 1) % 5)[0], 1
 
-    check(tmp_path / "r", *train(tmp_path / "r", step, loss_fn=loss_fn), terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn), terms)
 
 
 def test_two_forward_passes_in_one_loss(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def test_two_forward_passes_in_one_loss(tmp_path: Path) -> None:
     def step(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
         loss_fn(net(x) + net(-x), y).backward()
 
-    net, states, batches = train(tmp_path / "r", step, loss_fn=loss_fn)
+    net, states, batches = train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn)
 
     class Siamese(nn.Module):
         def __init__(self) -> None:
@@ -233,7 +231,7 @@ def test_evaluation_inside_a_tracked_step_does_not_count(tmp_path: Path) -> None
         net.train()
         loss.backward()
 
-    check(tmp_path / "r", *train(tmp_path / "r", step, loss_fn=loss_fn), mean_terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn), mean_terms)
 
 
 def test_gradients_left_from_before_do_not_count(tmp_path: Path) -> None:
@@ -246,7 +244,7 @@ def test_gradients_left_from_before_do_not_count(tmp_path: Path) -> None:
         for p in net.parameters():
             p.grad -= 100.0
 
-    check(tmp_path / "r", *train(tmp_path / "r", step, loss_fn=loss_fn), mean_terms)
+    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn), mean_terms)
 
 
 def test_ignored_samples_count_as_zero_gradients(tmp_path: Path) -> None:
@@ -269,7 +267,7 @@ def test_include_and_exclude(tmp_path: Path) -> None:
     def step(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
         loss_fn(net(x), y).backward()
 
-    net, states, batches = train(tmp_path / "r", step, loss_fn=loss_fn, exclude=["2"], alpha=False)
+    net, states, batches = train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn, exclude=["2"], alpha=False)
     run = open_run(tmp_path / "r")
     assert list(run.attrs["parameters"]) == ["0.weight", "0.bias", "4.weight", "4.bias"]
     batch = oracle.batch(net, states[0], mean_terms, *batches[0])

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from steps import run_steps
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
@@ -26,18 +27,18 @@ def go(
 ) -> tuple[Any, list[list[Tensor]]]:
     """The run, and the gradients that the parameters had after each step."""
     torch.manual_seed(0)
-    loss_fn, optimizer = nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.0)
-    gradients = []
-    with DistCockpit(net, loss_fn, optimizer, store=store, quantities=chosen, schedule=every(1), **options) as cockpit:
-        for step in range(steps):
-            net.zero_grad()
-            if change is not None:
-                change(step, net)
-            x, y = (torch.randn(shape) for shape in shapes)
-            with cockpit.track(step):
-                loss_fn(cockpit(x), y).backward()
-            gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()])
-    return open_run(store), gradients
+    done = run_steps(
+        store,
+        net,
+        lambda step: tuple(torch.randn(shape) for shape in shapes),
+        steps,
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        before=None if change is None else lambda step: change(step, net),
+        quantities=chosen,
+        **options,
+    )
+    return done.run, done.gradients
 
 
 def assert_norms(run: Any, gradients: list[list[Tensor]]) -> None:

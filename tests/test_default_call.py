@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from steps import Steps, run_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,32 +55,28 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
 }
 
 
-def train(net: nn.Module, loss: Callable[[Any], Tensor], store: Path, **options: Any) -> tuple[list[float], ...]:
-    """Norms of the gradients that the optimizer got, and the losses."""
-    optimizer, norms, losses = torch.optim.SGD(net.parameters(), lr=0.1), [], []
-    with DistCockpit(net, optimizer=optimizer, store=store, schedule=every(1), **options) as cockpit:
-        for step in range(4):
-            optimizer.zero_grad()
-            with cockpit.track(step):
-                value = loss(cockpit)
-                value.backward()
-            losses.append(value.item())
-            norms.append(float(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)) ** 0.5)
-            optimizer.step()
-    return norms, losses
+def train_default(net: nn.Module, loss: Callable[[Any], Tensor], store: Path, **options: Any) -> Steps:
+    """Four steps on one batch."""
+
+    def body(cockpit: DistCockpit, x: Tensor, y: Tensor) -> Tensor:
+        value = loss(cockpit)
+        value.backward()
+        return value
+
+    return run_steps(store, net, (V, C), 4, body=body, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_preset_is_tracked(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, loss = LOOPS[name]
     with caplog.at_level("WARNING"):
-        norms, losses = train(make(), loss, tmp_path / "run")
+        done = train_default(make(), loss, tmp_path / "run")
     run = open_run(tmp_path / "run")
-    np.testing.assert_allclose(np.linalg.norm(run["grad_norm"]["grad_norm"], axis=1), norms, rtol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(run["grad_norm"]["grad_norm"], axis=1), done.norms, rtol=1e-4)
     values = run["loss"]["loss"].values
     np.testing.assert_allclose(run["alpha"]["f_start"], values[:-1], rtol=1e-6)
     assert not run["alpha"]["alpha"].isnull().any() and not run["alpha"]["slope_end"].isnull().any()
-    np.testing.assert_allclose(values, losses, rtol=1e-5)
+    np.testing.assert_allclose(values, done.losses, rtol=1e-5)
     for quantity in ("norm_test", "inner_test", "ortho_test", "update_size", "distance"):
         assert len(run[quantity]["step"]) >= 3
         assert not run[quantity][quantity].isnull().any()
@@ -91,8 +88,8 @@ def test_what_is_asked_for_by_hand_is_an_error(tmp_path: Path) -> None:
         return F.mse_loss(model(V), V[:, :3]).sqrt()
 
     with pytest.raises(RuntimeError, match=r"Quantities \['by_hand'\] need per-sample gradients"):
-        train(mlp(), loss, tmp_path / "a", quantities=[*presets.economy(), Alpha(name="by_hand")])
-    train(mlp(), loss, tmp_path / "b")
+        train_default(mlp(), loss, tmp_path / "a", quantities=[*presets.economy(), Alpha(name="by_hand")])
+    train_default(mlp(), loss, tmp_path / "b")
 
 
 class Changing(nn.Module):
@@ -251,7 +248,7 @@ def test_arguments_as_people_write_them(tmp_path: Path) -> None:
 def test_a_preset_without_what_the_model_cannot_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Diagonals of the curvature want the loss module, and a chain of modules."""
     with caplog.at_level("WARNING"):
-        train(Gpt(), LOOPS["a model that returns its loss"][1], tmp_path / "run", quantities="business")
+        train_default(Gpt(), LOOPS["a model that returns its loss"][1], tmp_path / "run", quantities="business")
     run = open_run(tmp_path / "run")
     assert run["norm_test"].sizes["step"] == 4 and "hess_trace" not in run and "tic_diag" not in run
     said = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
@@ -299,18 +296,18 @@ def test_batch_norm_in_training_mode(tmp_path: Path, quantities: str, caplog: py
     loss_fn, tracked = nn.CrossEntropyLoss(), net()
     with caplog.at_level("WARNING"):
         options = {"quantities": quantities, "loss_fn": loss_fn}
-        _, losses = train(tracked, lambda model: loss_fn(model(V), C), tmp_path / "run", **options)
+        done = train_default(tracked, lambda model: loss_fn(model(V), C), tmp_path / "run", **options)
     plain = net()
-    train(plain, lambda model: loss_fn(model(V), C), tmp_path / "none", enabled=False)
+    train_default(plain, lambda model: loss_fn(model(V), C), tmp_path / "none", enabled=False)
     for name, value in plain.state_dict().items():
         assert torch.equal(tracked.state_dict()[name], value)
     run = open_run(tmp_path / "run")
-    np.testing.assert_allclose(run["loss"]["loss"], losses, rtol=1e-6)
+    np.testing.assert_allclose(run["loss"]["loss"], done.losses, rtol=1e-6)
     assert run["norm_test"]["norm_test"].isnull().all() and not run["update_size"]["update_size"].isnull().any()
     (notice,) = [each for each in run.attrs["notices"] if each["topic"] == "coupled"]
     assert notice["step"] == 0 and "track_batchnorm=True" in notice["text"] and "norm_test" in notice["text"]
     with pytest.raises(ValueError, match=r"Layer '1' \(BatchNorm1d\) is in training mode"):
-        train(net(), lambda model: loss_fn(model(V), C), tmp_path / "hand", quantities=[NormTest()])
+        train_default(net(), lambda model: loss_fn(model(V), C), tmp_path / "hand", quantities=[NormTest()])
 
 
 def test_the_loss_as_a_function(tmp_path: Path) -> None:
@@ -318,7 +315,8 @@ def test_the_loss_as_a_function(tmp_path: Path) -> None:
     found = []
     for name, loss_fn in {"function": F.cross_entropy, "module": nn.CrossEntropyLoss()}.items():
         torch.manual_seed(0)
-        train(mlp(), lambda model, f=loss_fn: f(model(V), C), tmp_path / name, quantities="full", loss_fn=loss_fn)
+        store, options = tmp_path / name, {"quantities": "full", "loss_fn": loss_fn}
+        train_default(mlp(), lambda model, f=loss_fn: f(model(V), C), store, **options)
         run = open_run(tmp_path / name)
         found.append((run["hess_trace"]["trace"].values, run["hess_max_ev"]["hess_max_ev"].values))
     for of_function, of_module in zip(*found, strict=True):

@@ -59,7 +59,7 @@ class OfTheUser(Quantity):
 broken_rank = -1
 
 
-def mlp() -> nn.Module:
+def small_mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
@@ -75,7 +75,7 @@ def norm(net: nn.Module) -> float:
 def with_a_fault(rank: int, size: int, group: Any, store: str, where: str, broken: int) -> list[float]:
     global broken_rank
     broken_rank = broken
-    net, norms = mlp(), []
+    net, norms = small_mlp(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     chosen = ["economy", OfTheUser(where=where)]
     options: dict[str, Any] = {"quantities": chosen, "schedule": every(1), "process_group": group}
@@ -97,7 +97,7 @@ def test_a_quantity_of_the_user_fails(ranks: Ranks, tmp_path: Path, size: int, w
     said = [with_a_fault(0, 1, None, *where_to)] if size == 1 else ranks.run(size, with_a_fault, *where_to)
     assert [len(norms) for norms in said] == [STEPS] * size
     run, expected = open_run(tmp_path / "run"), []
-    net = mlp()
+    net = small_mlp()
     for step in range(STEPS):
         x, y = data(step)
         net.zero_grad()
@@ -186,7 +186,7 @@ def l2(model: Any) -> Tensor:
 
 
 def train_in_threads(store: Path, one: Any, penalty: Any = lambda net: 0.0) -> list[tuple[float, float]]:
-    net, expected = mlp(), []
+    net, expected = small_mlp(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with DistCockpit(net, optimizer=optimizer, store=store, schedule=every(1)) as cockpit:
         for step in range(4):
@@ -228,7 +228,7 @@ def test_a_penalty_beside_a_forward_pass_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", [0, 1], ids=["while the model runs", "between two layers"])
 def test_an_evaluation_in_another_thread(tmp_path: Path, where: int) -> None:
     """It is none of the step's calls, even if it begins and ends while the model is called."""
-    net = mlp()
+    net = small_mlp()
     expected = elsewhere(
         train_in_threads, tmp_path / "plain", lambda model, x, y: F.cross_entropy(model(x), y).backward()
     )
@@ -252,7 +252,7 @@ def test_an_evaluation_in_another_thread(tmp_path: Path, where: int) -> None:
 
 def test_a_call_in_another_thread_outlives_the_step(tmp_path: Path) -> None:
     """It meets hooks of a step that holds nothing any more, and returns and differentiates what it would have."""
-    net, began, ended = mlp(), threading.Event(), threading.Event()
+    net, began, ended = small_mlp(), threading.Event(), threading.Event()
 
     def wait(module: nn.Module, *_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -286,7 +286,7 @@ class Unknown(nn.Module):
 
 
 def test_curvature_that_cannot_be_had_any_more(tmp_path: Path) -> None:
-    net, loss_fn = mlp(), nn.CrossEntropyLoss()
+    net, loss_fn = small_mlp(), nn.CrossEntropyLoss()
     chosen = [HessTrace(curvature="diag_ggn_exact"), NormTest()]
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         for step in range(5):

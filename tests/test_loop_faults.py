@@ -12,21 +12,22 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from loops import shows
+from steps import run_steps
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from waiting import HANG
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, CompressionError, GradNorm, HessMaxEV, HessTrace, Loss, MeanGSNR, NormTest
 
-B = 6
+BATCH = 6
 
 
-def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+def six_samples(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(B, 3, generator=generator), torch.randint(3, (B,), generator=generator)
+    return torch.randn(BATCH, 3, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
 def linear() -> nn.Module:
@@ -45,24 +46,22 @@ def expected(net: nn.Module, losses: Tensor) -> float:
     return norm_test([torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses])
 
 
-def track(
+def track_body(
     folder: Path, net: nn.Module, loss_fn: Any, body: Callable[[Any], None], steps: int = 1, **options: Any
 ) -> Any:
-    options = {"quantities": [NormTest()], "schedule": every(1), **options}
-    with DistCockpit(net, loss_fn, store=folder / "run", **options) as cockpit:
-        for step in range(steps):
-            with cockpit.track(step):
-                body(cockpit)
-            net.zero_grad()
+    options = {"quantities": [NormTest()], **options}
+    done = run_steps(
+        folder / "run", net, (None, None), steps, loss_fn=loss_fn, body=lambda cockpit, x, y: body(cockpit), **options
+    )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    return open_run(folder / "run")
+    return done.run
 
 
-def check(
+def check_norm_test(
     folder: Path, net: nn.Module, loss_fn: Any, body: Callable[[Any], None], losses: Tensor, **options: Any
 ) -> None:
     truth = expected(net, losses)
-    found = track(folder, net, loss_fn, body, **options)["norm_test"]["norm_test"].values
+    found = track_body(folder, net, loss_fn, body, **options)["norm_test"]["norm_test"].values
     np.testing.assert_allclose(found, truth, rtol=1e-4)
 
 
@@ -74,21 +73,21 @@ def each(z: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_loss_of_two_passes_beside_their_own(tmp_path: Path) -> None:
-    net, mse, (x, _) = linear(), nn.MSELoss(), data()
-    other, target = data(1)[0], data(2)[0]
+    net, mse, (x, _) = linear(), nn.MSELoss(), six_samples()
+    other, target = six_samples(1)[0], six_samples(2)[0]
 
     def body(c: Any) -> None:
         a, b = c(x), c(other)
         (mse(a, target) + mse(b, target) + mse(a, b)).backward()
 
-    track(tmp_path, net, mse, body)
+    track_body(tmp_path, net, mse, body)
 
 
 @pytest.mark.parametrize("order", ["losses last", "in between"])
 def test_passes_that_feed_each_other(tmp_path: Path, order: str) -> None:
     """A sample is what went through both: its loss is the sum of both."""
-    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), data()
-    y2 = data(1)[1]
+    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), six_samples()
+    y2 = six_samples(1)[1]
 
     def body(c: Any) -> None:
         if order == "losses last":
@@ -102,12 +101,12 @@ def test_passes_that_feed_each_other(tmp_path: Path, order: str) -> None:
 
     a = net(x)
     losses = each(a, y) + each(net(a if order == "losses last" else torch.tanh(a)), y2)
-    check(tmp_path, net, loss_fn, body, losses)
+    check_norm_test(tmp_path, net, loss_fn, body, losses)
 
 
 def test_a_recurrence_by_hand(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    loss_fn, (x, y) = nn.CrossEntropyLoss(), data()
+    loss_fn, (x, y) = nn.CrossEntropyLoss(), six_samples()
 
     class Cell(nn.Module):
         def __init__(self) -> None:
@@ -121,17 +120,17 @@ def test_a_recurrence_by_hand(tmp_path: Path) -> None:
     net = Cell()
 
     def run(model: Any, loss: Any) -> Tensor:
-        h, total = torch.zeros(B, 4), 0.0
+        h, total = torch.zeros(BATCH, 4), 0.0
         for t in range(3):
             z, h = model(x + t, h)
             total = total + loss(z, (y + t) % 3)
         return total
 
-    check(tmp_path, net, loss_fn, lambda c: (run(c, loss_fn) / 3).backward(), run(net, each))
+    check_norm_test(tmp_path, net, loss_fn, lambda c: (run(c, loss_fn) / 3).backward(), run(net, each))
 
 
 def test_losses_told_twice(tmp_path: Path) -> None:
-    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), six_samples()
 
     def twice(c: Any) -> None:
         z = c(x)
@@ -139,9 +138,9 @@ def test_losses_told_twice(tmp_path: Path) -> None:
         c.record_losses(each(z, (y + 1) % 3))
 
     with pytest.raises(RuntimeError, match="record_losses was called twice"):
-        track(tmp_path / "a", net, None, twice)
+        track_body(tmp_path / "a", net, None, twice)
     with pytest.raises(ValueError, match=r"divisor=0\): must be positive"):
-        track(tmp_path / "c", net, None, lambda c: c.record_losses(loss_fn(c(x), y), divisor=0))
+        track_body(tmp_path / "c", net, None, lambda c: c.record_losses(loss_fn(c(x), y), divisor=0))
 
 
 def test_an_empty_batch_with_two_passes(tmp_path: Path) -> None:
@@ -152,7 +151,7 @@ def test_an_empty_batch_with_two_passes(tmp_path: Path) -> None:
         a, b = c(x), c(x)
         (loss_fn(a, y) + loss_fn(b, y)).backward()
 
-    assert np.isnan(track(tmp_path, net, loss_fn, body)["norm_test"]["norm_test"].values).all()
+    assert np.isnan(track_body(tmp_path, net, loss_fn, body)["norm_test"]["norm_test"].values).all()
 
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
@@ -180,19 +179,19 @@ class Checkpointed(nn.Module):
 def test_checkpointing_beside_a_parameter_on_a_slow_route(
     tmp_path: Path, reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net, loss_fn, (x, y) = Checkpointed(reentrant, own=True), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = Checkpointed(reentrant, own=True), nn.CrossEntropyLoss(), six_samples()
     net.reentrant = None
     losses = each(net(x), y)
     truth = expected(net, losses)
     net.reentrant = reentrant
-    run = track(tmp_path, net, loss_fn, lambda c: loss_fn(c(x), y).backward(), steps=2)
+    run = track_body(tmp_path, net, loss_fn, lambda c: loss_fn(c(x), y).backward(), steps=2)
     np.testing.assert_allclose(run["norm_test"]["norm_test"], truth, rtol=1e-4)
     assert "could not check" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of the call without gradients
 def test_reentrant_checkpointing_and_several_passes(tmp_path: Path) -> None:
-    net, loss_fn, (x, y) = Checkpointed(True), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = Checkpointed(True), nn.CrossEntropyLoss(), six_samples()
 
     def at_once(c: Any) -> None:
         first = loss_fn(c(x), y)
@@ -208,13 +207,13 @@ def test_reentrant_checkpointing_and_several_passes(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match="use_reentrant=True does, while several forward passes.*use_reentrant=False"
     ):
-        track(tmp_path / "a", net, loss_fn, at_once)
+        track_body(tmp_path / "a", net, loss_fn, at_once)
     net.zero_grad()
     net.reentrant = None
     losses = torch.cat([each(net(x), y), each(net(x + 1), y)])
     truth = expected(net, losses)
     net.reentrant = True
-    found = track(tmp_path / "b", net, loss_fn, one_by_one)["norm_test"]["norm_test"].values
+    found = track_body(tmp_path / "b", net, loss_fn, one_by_one)["norm_test"]["norm_test"].values
     np.testing.assert_allclose(found, truth, rtol=1e-4)
 
 
@@ -250,14 +249,14 @@ class Rerouted(nn.Module):
 
 @pytest.mark.parametrize("kind", ["rerouted", "predicts inside", "checkpointed"])
 def test_a_model_that_calls_itself(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    net, (x, y) = Rerouted(kind), data()
+    net, (x, y) = Rerouted(kind), six_samples()
     if kind == "checkpointed":
         losses = each(net.last(torch.tanh(torch.tanh(net.first(x)))), y)
     elif kind == "rerouted":
         losses = each(net(x) + net(x).detach(), y)
     else:
         losses = each(net.last(net.first(x) * net.scale), y)
-    check(tmp_path, net, None, lambda c: c(x, y).backward(), losses, steps=3)
+    check_norm_test(tmp_path, net, None, lambda c: c(x, y).backward(), losses, steps=3)
     assert kind != "checkpointed" or "slow" not in caplog.text
 
 
@@ -273,7 +272,7 @@ def test_a_forward_that_fails_and_is_tried_again(tmp_path: Path) -> None:
                 raise torch.OutOfMemoryError("too many")
             return z
 
-    net, loss_fn, (x, y) = Hungry(), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = Hungry(), nn.CrossEntropyLoss(), six_samples()
 
     def body(c: Any) -> None:
         try:
@@ -281,7 +280,7 @@ def test_a_forward_that_fails_and_is_tried_again(tmp_path: Path) -> None:
         except torch.OutOfMemoryError:
             loss_fn(c(x[:4]), y[:4]).backward()
 
-    check(tmp_path, net, loss_fn, body, each(net(x[:4]), y[:4]))
+    check_norm_test(tmp_path, net, loss_fn, body, each(net(x[:4]), y[:4]))
 
 
 # -- compiled parts ----------------------------------------------------------------------------------------------------
@@ -289,8 +288,8 @@ def test_a_forward_that_fails_and_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_compiled_loss_module_stays_what_it_was(tmp_path: Path) -> None:
     plain = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    compiled, net, (x, y) = torch.compile(plain, backend="eager"), linear(), data()
-    run = track(tmp_path, net, compiled, lambda c: compiled(c(x), y).backward(), quantities=[Loss()])
+    compiled, net, (x, y) = torch.compile(plain, backend="eager"), linear(), six_samples()
+    run = track_body(tmp_path, net, compiled, lambda c: compiled(c(x), y).backward(), quantities=[Loss()])
     assert plain.reduction == "mean" and plain.weight.tolist() == [1, 2, 3]
     np.testing.assert_allclose(run["loss"]["loss"][0], float(plain(net(x), y).detach()), rtol=1e-6)
 
@@ -299,14 +298,14 @@ def test_compiled_submodules(tmp_path: Path) -> None:
     torch.manual_seed(4)
     first, last = nn.Linear(3, 4), nn.Linear(4, 3)
     net = nn.Sequential(torch.compile(first, backend="eager"), nn.Tanh(), torch.compile(last, backend="eager"))
-    loss_fn, (x, y) = nn.CrossEntropyLoss(), data()
-    check(tmp_path, net, loss_fn, lambda c: loss_fn(c(x), y).backward(), each(last(torch.tanh(first(x))), y))
+    loss_fn, (x, y) = nn.CrossEntropyLoss(), six_samples()
+    check_norm_test(tmp_path, net, loss_fn, lambda c: loss_fn(c(x), y).backward(), each(last(torch.tanh(first(x))), y))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @shows("Refused with an error", "`track` inside a compiled function")
 def test_track_inside_a_compiled_function(tmp_path: Path) -> None:
-    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = linear(), nn.CrossEntropyLoss(), six_samples()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[NormTest()], schedule=every(1)) as cockpit:
 
         def step() -> None:
@@ -322,8 +321,8 @@ def test_track_inside_a_compiled_function(tmp_path: Path) -> None:
 
 def test_targets_that_are_overwritten(tmp_path: Path) -> None:
     torch.manual_seed(5)
-    net, mse, (x, _) = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 3)), nn.MSELoss(), data()
-    targets = data(1)[0]
+    net, mse, (x, _) = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 3)), nn.MSELoss(), six_samples()
+    targets = six_samples(1)[0]
     quantities = [HessTrace(), HessTrace(curvature="hutchinson", name="hutchinson"), HessMaxEV()]
 
     def fresh(c: Any) -> None:
@@ -338,8 +337,8 @@ def test_targets_that_are_overwritten(tmp_path: Path) -> None:
             (mse(c(bx), bt) / 2).backward()
             bt.fill_(100.0)
 
-    a = track(tmp_path / "a", net, mse, fresh, quantities=quantities)
-    b = track(tmp_path / "b", net, mse, reused, quantities=quantities)
+    a = track_body(tmp_path / "a", net, mse, fresh, quantities=quantities)
+    b = track_body(tmp_path / "b", net, mse, reused, quantities=quantities)
     for name, field in (("hess_trace", "total"), ("hutchinson", "total"), ("hess_max_ev", "hess_max_ev")):
         np.testing.assert_allclose(b[name][field], a[name][field], rtol=1e-4)
 
@@ -360,13 +359,13 @@ def test_tensors_without_plain_memory(tmp_path: Path, kind: str) -> None:
                 return z, z.to_sparse()
             return self.inner(x.get_data() * x.get_mask())
 
-    net, loss_fn, (x, y) = Net(), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = Net(), nn.CrossEntropyLoss(), six_samples()
 
     def body(c: Any) -> None:
         z = c(x)[0] if kind == "sparse output" else c(masked_tensor(x, x > 0))
         loss_fn(z, y).backward()
 
-    check(tmp_path, net, loss_fn, body, each(net.inner(x if kind == "sparse output" else x * (x > 0)), y))
+    check_norm_test(tmp_path, net, loss_fn, body, each(net.inner(x if kind == "sparse output" else x * (x > 0)), y))
 
 
 # -- what is left in .grad, and optimizers -----------------------------------------------------------------------------
@@ -384,7 +383,7 @@ def test_gradients_zeroed_inside_without_new_ones(tmp_path: Path, to_none: bool)
         def forward(self, x: Tensor, step: int) -> Tensor:
             return self.first(x) + (self.second(x) if step % 2 == 0 else 0)
 
-    net, loss_fn, (x, y) = Net(), nn.CrossEntropyLoss(), data()
+    net, loss_fn, (x, y) = Net(), nn.CrossEntropyLoss(), six_samples()
     with DistCockpit(
         net, loss_fn, store=tmp_path / "run", quantities=[CompressionError()], schedule=every(1)
     ) as cockpit:
@@ -423,7 +422,7 @@ def test_resuming_with_optimizers_in_another_order(tmp_path: Path) -> None:
         with DistCockpit(net, loss_fn, given, store=folder, **options) as cockpit:
             cockpit.load_state_dict(state)
             for step in steps:
-                x, y = data(step)
+                x, y = six_samples(step)
                 net.zero_grad()
                 with cockpit.track(step):
                     loss_fn(cockpit(x), y).backward()

@@ -12,12 +12,12 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import xarray as xr
 from loops import LOOPS, shows
 from ranks import Ranks
 from test_table import Case, check, close, mean_gradient
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from train import SHARDINGS, Spec
 
@@ -172,7 +172,8 @@ def test_groups_that_are_not_the_world(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @shows(
-    "Losses", "the loss of each micro-batch by a function: `record_losses(loss)`, `record_losses(loss, weight=tokens)`"
+    "Losses",
+    "the loss of each micro-batch from a function: `record_losses(loss)`, `record_losses(loss, weight=tokens)`",
 )
 @pytest.mark.parametrize("how", ["mean of each", "sum over all tokens"])
 def test_losses_of_micro_batches(tmp_path: Path, how: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 import xarray as xr
 from loops import shows
+from steps import run_steps
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import GradNorm, Loss, NormTest
@@ -29,19 +29,22 @@ Body = Callable[[DistCockpit, nn.Sequential, Tensor, Tensor], Any]
 def tracked(tmp_path: Path, loss_fn: nn.Module | None, body: Body, steps: int = 3) -> tuple[list[Any], xr.DataTree]:
     """The individual gradients of the mean loss at each step, and the run; the training is that without a cockpit."""
     nets = [cases.initialised("sigmoid"), cases.initialised("sigmoid")]
-    batches = []
-    for net, enabled in zip(nets, (False, True), strict=True):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        options = {"quantities": [Loss(), GradNorm(), NormTest()], "schedule": every(1), "enabled": enabled}
-        with DistCockpit(net, loss_fn, store=tmp_path / "run", **options) as cockpit:
-            for step in range(steps):
-                x, y = cases.data("sigmoid", "mean", step, N)
-                if enabled:
-                    batches.append(oracle.batch(net, copy.deepcopy(net.state_dict()), cases._nll, x, y))
-                optimizer.zero_grad()
-                with cockpit.track(step):
-                    body(cockpit, net, x, y)
-                optimizer.step()
+    runs = [
+        run_steps(
+            tmp_path / "run",
+            net,
+            lambda step: cases.data("sigmoid", "mean", step, N),
+            steps,
+            loss_fn=loss_fn,
+            body=lambda cockpit, x, y, net=net: body(cockpit, net, x, y),
+            rate=0.1,
+            quantities=[Loss(), GradNorm(), NormTest()],
+            enabled=enabled,
+        )
+        for net, enabled in zip(nets, (False, True), strict=True)
+    ]
+    seen = zip(runs[1].states, runs[1].batches, strict=True)
+    batches = [oracle.batch(nets[1], state, cases._nll, x, y) for state, (x, y) in seen]
     assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
     return batches, open_run(tmp_path / "run")
 

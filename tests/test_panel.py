@@ -13,6 +13,7 @@ import pytest
 import torch
 import xarray as xr
 from ranks import Ranks
+from steps import run_steps
 from test_capture import mean_terms
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,20 +22,12 @@ from distcockpit import DistCockpit, every, open_run, presets
 from distcockpit import quantities as q
 
 
-def track(
+def track_batches(
     path: Path, net: nn.Module, batches: list[tuple[Tensor, Tensor]], chosen: list[q.Quantity], **options: Any
 ) -> xr.DataTree:
     """Train for a step per batch, as a world of one."""
-    loss_fn = options.pop("loss_fn", None) or nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options = {"schedule": every(1), **options}
-    with DistCockpit(net, loss_fn, optimizer, store=path, quantities=chosen, **options) as cockpit:
-        for step, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            with cockpit.track(step):
-                loss_fn(cockpit(x), y).backward()
-            optimizer.step()
-    return open_run(path)
+    options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), **options}
+    return run_steps(path, net, batches.__getitem__, len(batches), quantities=chosen, **options).run
 
 
 def meaning(array: xr.DataArray) -> list[str]:
@@ -58,7 +51,7 @@ def test_small_noise_keeps_its_precision(tmp_path: Path, noise: float) -> None:
         net.weight.abs_()
     x = 100 * (1 + noise * torch.randn(64, 6))
     state = {k: v.clone() for k, v in net.state_dict().items()}
-    run = track(tmp_path / "run", net, [(x, torch.zeros(64, 1))], noise_quantities(), loss_fn=loss_fn)
+    run = track_batches(tmp_path / "run", net, [(x, torch.zeros(64, 1))], noise_quantities(), loss_fn=loss_fn)
     batch = oracle.batch(net, state, lambda z, y: ((z - y).abs().sum(), 1), x, torch.zeros(64, 1))
     for name in ("norm_test", "inner_test", "ortho_test", "early_stopping"):
         expected = getattr(oracle, name)(batch, *([0.0] if name == "early_stopping" else []))
@@ -69,13 +62,14 @@ def test_small_noise_keeps_its_precision(tmp_path: Path, noise: float) -> None:
 def test_one_sample_and_no_gradient_are_undefined(tmp_path: Path) -> None:
     names = ["norm_test", "inner_test", "ortho_test"]
     x, y = cases.data("mlp", "mean", 0)
-    run = track(tmp_path / "one", cases.initialised("mlp"), [(x[:1], y[:1])], noise_quantities())
+    run = track_batches(tmp_path / "one", cases.initialised("mlp"), [(x[:1], y[:1])], noise_quantities())
     for name in [*names, "early_stopping"]:
         assert np.isnan(run[name][name][0]), name
     assert np.isnan(run["gradient_noise_scale"].to_dataset()["noise"][0])
     assert run["cabs"]["cabs"][0] == 0  # its variance is that over the batch
     net = nn.Linear(3, 1)
-    run = track(tmp_path / "zero", net, [(x[:, :3], net(x[:, :3]).detach())], noise_quantities(), loss_fn=nn.MSELoss())
+    batches = [(x[:, :3], net(x[:, :3]).detach())]
+    run = track_batches(tmp_path / "zero", net, batches, noise_quantities(), loss_fn=nn.MSELoss())
     for name in names:
         assert np.isnan(run[name][name][0]), name
 
@@ -83,7 +77,7 @@ def test_one_sample_and_no_gradient_are_undefined(tmp_path: Path) -> None:
 def test_equal_samples_have_no_noise(tmp_path: Path) -> None:
     x, y = cases.data("mlp", "mean", 0)
     batch = (x[:1].expand(8, -1).clone(), y[:1].expand(8).clone())
-    run = track(tmp_path / "run", cases.initialised("mlp"), [batch], noise_quantities())
+    run = track_batches(tmp_path / "run", cases.initialised("mlp"), [batch], noise_quantities())
     for name in ("norm_test", "inner_test", "ortho_test", "cabs"):
         assert 0 <= run[name][name][0] < 1e-5, name
 
@@ -98,7 +92,7 @@ def test_eigenvalue_of_a_quadratic(tmp_path: Path) -> None:
         x = torch.randn(9, features)
         batch = (x, torch.zeros(9, 1))
         net = nn.Linear(features, 1, bias=False)
-        run = track(tmp_path / str(k), net, [batch], [q.HessMaxEV(which=which)], loss_fn=nn.MSELoss())
+        run = track_batches(tmp_path / str(k), net, [batch], [q.HessMaxEV(which=which)], loss_fn=nn.MSELoss())
         expected = np.linalg.eigvalsh(2 / 9 * (x.T @ x).double().numpy()).max()
         np.testing.assert_allclose(run["hess_max_ev"]["hess_max_ev"][0], expected, rtol=1e-5)
 
@@ -106,11 +100,11 @@ def test_eigenvalue_of_a_quadratic(tmp_path: Path) -> None:
 def test_eigenvalue_status(tmp_path: Path) -> None:
     x, y = cases.data("sigmoid", "mean", 0)
     net = cases.initialised("sigmoid")
-    few = track(tmp_path / "few", net, [(x, y)], [q.HessMaxEV(max_products=3, tolerance=1e-12)])["hess_max_ev"]
+    few = track_batches(tmp_path / "few", net, [(x, y)], [q.HessMaxEV(max_products=3, tolerance=1e-12)])["hess_max_ev"]
     assert meaning(few["status"]) == ["not_converged"] and np.isnan(few["hess_max_ev"][0]) and few["products"][0] == 3
-    bad = track(tmp_path / "bad", net, [(x * torch.nan, y)], [q.HessMaxEV()])["hess_max_ev"]
+    bad = track_batches(tmp_path / "bad", net, [(x * torch.nan, y)], [q.HessMaxEV()])["hess_max_ev"]
     assert meaning(bad["status"]) == ["not_finite"] and np.isnan(bad["hess_max_ev"][0])
-    flat = track(
+    flat = track_batches(
         tmp_path / "flat", nn.Linear(3, 1), [(x[:, :3], 100 + torch.zeros(24, 1))], [q.HessMaxEV()], loss_fn=nn.L1Loss()
     )["hess_max_ev"]
     assert meaning(flat["status"]) == ["converged"] and flat["hess_max_ev"][0] == 0
@@ -131,7 +125,7 @@ def test_eigenvalue_of_models_that_backpack_does_not_know(tmp_path: Path, kind: 
     net = Recurrent() if kind == "recurrent" else cases.initialised(kind)
     x, y = cases.data(kind, "mean", 0)
     state = {k: v.clone() for k, v in net.state_dict().items()}
-    run = track(tmp_path / "run", net, [(x, y)], [q.HessMaxEV()])
+    run = track_batches(tmp_path / "run", net, [(x, y)], [q.HessMaxEV()])
     expected = oracle.hess_max_ev(oracle.hessian(net, state, nn.CrossEntropyLoss(), x, y), "LM")
     np.testing.assert_allclose(run["hess_max_ev"]["hess_max_ev"][0], expected, rtol=1e-4)
 
@@ -141,7 +135,7 @@ def test_eigenvalue_with_batch_statistics_as_constants(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Sigmoid(), nn.Linear(6, 5))
     x, y = cases.data("mlp", "mean", 0)
     state = {k: v.clone() for k, v in net.state_dict().items()}
-    run = track(tmp_path / "run", net, [(x, y)], [q.HessMaxEV()], track_batchnorm=True)
+    run = track_batches(tmp_path / "run", net, [(x, y)], [q.HessMaxEV()], track_batchnorm=True)
     hidden = nn.functional.linear(x, state["0.weight"], state["0.bias"])
     state |= {"1.running_mean": hidden.mean(0), "1.running_var": hidden.var(0, correction=0)}
     expected = oracle.hess_max_ev(oracle.hessian(net.eval(), state, nn.CrossEntropyLoss(), x, y), "LM")
@@ -266,7 +260,7 @@ def test_distance_begins_at_the_first_step_of_all(tmp_path: Path) -> None:
     net = cases.initialised("mlp")
     first = parameters_of(net)
     batches = [cases.data("mlp", "mean", step) for step in range(3)]
-    run = track(tmp_path / "run", net, batches, [q.Distance(), q.Parameters()], schedule=every(10, 2))
+    run = track_batches(tmp_path / "run", net, batches, [q.Distance(), q.Parameters()], schedule=every(10, 2))
     at = {name: run["parameters"][name][0].values for name in first}
     assert list(run["distance"]["step"].values) == [2]
     np.testing.assert_allclose(run["distance"]["distance"][0], moved(first, at), rtol=1e-5)
@@ -417,7 +411,7 @@ def test_numbers_of_neurons_that_differ_between_ranks(ranks: Ranks, tmp_path: Pa
 def test_the_line_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "distcockpit")
     chosen = [q.Loss(), q.GradHist1d(bins=100, schedule=every(100))]
-    track(tmp_path / "run", cases.initialised("mlp"), [cases.data("mlp", "mean", 0)], chosen, schedule=every(4))
+    track_batches(tmp_path / "run", cases.initialised("mlp"), [cases.data("mlp", "mean", 0)], chosen, schedule=every(4))
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     # Rows of loss and learning rate: the value, and 4 coordinates; of the histogram: 101 edges, 100 counts, 5 more.
     size = 250 * 5 * 8 + 250 * 5 * 8 + 10 * (101 + 100 + 5 + 4) * 8
@@ -429,7 +423,7 @@ def test_the_presets_are_what_they_say(tmp_path: Path) -> None:
     """Each preset by name, on a model that BackPACK knows."""
     batches = [cases.data("cnn", "mean", step) for step in range(2)]
     for name in ("economy", "business", "full", "layers"):
-        run = track(tmp_path / name, cases.initialised("cnn"), batches, name)  # type: ignore[arg-type]
+        run = track_batches(tmp_path / name, cases.initialised("cnn"), batches, name)  # type: ignore[arg-type]
         assert set(run.children) == {*(x.name for x in presets.PRESETS[name]()), "learning_rate", "log"}
         for group in set(run.children) - {"log"}:
             expected = {"alpha": 1, "parameter_condition": 1}.get(group, 2)  # that one is looked at every 100th step

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import Ranks
 from test_capture import mean_terms
-from test_panel import meaning, track
+from test_panel import meaning, track_batches
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,8 +50,8 @@ def test_a_need_that_was_forgotten_is_an_error(tmp_path: Path) -> None:
     batch = cases.data("mlp", "mean", 0)
     for attribute in ("projections", "squared_norms"):
         with pytest.raises(AttributeError, match=rf"Needs\({attribute}="):  # also where another quantity asked for it
-            track(tmp_path / attribute, nn.Linear(12, 5), [batch], [Reads(attribute=attribute), q.OrthoTest()])
-    run = track(tmp_path / "run", nn.Linear(12, 5), [batch], [Reads(asked=("projections",)), q.GradNorm()])
+            track_batches(tmp_path / attribute, nn.Linear(12, 5), [batch], [Reads(attribute=attribute), q.OrthoTest()])
+    run = track_batches(tmp_path / "run", nn.Linear(12, 5), [batch], [Reads(asked=("projections",)), q.GradNorm()])
     np.testing.assert_allclose(run["reads"]["value"], run["grad_norm"]["total"] ** 2, rtol=1e-5)  # <g_i, G> on average
 
 
@@ -75,7 +75,7 @@ class OwnUpdate(q.Quantity):
 
 def test_an_own_quantity_of_updates_is_given_both_ends(tmp_path: Path) -> None:
     batches = [cases.data("mlp", "mean", step) for step in range(6)]
-    run = track(tmp_path / "run", nn.Linear(12, 5), batches, [OwnUpdate(), q.UpdateSize()], schedule=every(3))
+    run = track_batches(tmp_path / "run", nn.Linear(12, 5), batches, [OwnUpdate(), q.UpdateSize()], schedule=every(3))
     assert list(run["own_update"]["step"].values) == [0, 3]
     np.testing.assert_allclose(run["own_update"]["value"], run["update_size"]["total"], rtol=1e-5)
 
@@ -109,7 +109,7 @@ def test_schedules_of_ones_own_are_the_same_on_all_ranks(ranks: Ranks, tmp_path:
 def test_a_schedule_that_knows_few_steps(tmp_path: Path) -> None:
     planned = [True, False]
     batches = [cases.data("mlp", "mean", step) for step in range(2)]
-    run = track(tmp_path / "run", nn.Linear(12, 5), batches, [q.Loss()], schedule=lambda step: planned[step])
+    run = track_batches(tmp_path / "run", nn.Linear(12, 5), batches, [q.Loss()], schedule=lambda step: planned[step])
     assert list(run["loss"]["step"].values) == [0]
 
 
@@ -122,7 +122,8 @@ def test_float64(tmp_path: Path) -> None:
     x, y = cases.data("sigmoid", "mean", 0)
     x = x.double()
     before, state = x.clone(), {k: v.clone() for k, v in net.state_dict().items()}
-    run = track(tmp_path / "run", net, [(x, y)], [*presets.economy(), q.EarlyStopping(), q.MeanGSNR(), q.Parameters()])
+    chosen = [*presets.economy(), q.EarlyStopping(), q.MeanGSNR(), q.Parameters()]
+    run = track_batches(tmp_path / "run", net, [(x, y)], chosen)
     assert torch.equal(x, before)
     batch = oracle.batch(net, state, mean_terms, x, y)
     for name in ("norm_test", "inner_test", "ortho_test", "early_stopping", "mean_gsnr"):
@@ -153,7 +154,7 @@ def test_odd_parameters(tmp_path: Path) -> None:
     x, y = cases.data("mlp", "mean", 0)
     state = {k: v.clone() for k, v in net.state_dict().items()}
     chosen = [*presets.economy(), *presets.layers(), q.Parameters(), q.CABS(), q.HessMaxEV(), q.MeanGSNR()]
-    run = track(tmp_path / "run", net, [(x, y)], chosen)
+    run = track_batches(tmp_path / "run", net, [(x, y)], chosen)
     for group in set(run.children) - {"log", "alpha"}:
         assert run[group].sizes["step"] == 1, group
     batch = oracle.batch(net, state, mean_terms, x, y)
@@ -179,7 +180,7 @@ def test_no_matrix_no_activation(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x[:, :5] + self.bias
 
-    run = track(tmp_path / "run", Bias(), [cases.data("mlp", "mean", 0)], presets.layers())
+    run = track_batches(tmp_path / "run", Bias(), [cases.data("mlp", "mean", 0)], presets.layers())
     for group in set(run.children) - {"log"}:
         assert run[group].sizes["step"] == 1, group
 
@@ -222,7 +223,7 @@ def test_settings_of_the_backend_do_not_matter(tmp_path: Path) -> None:
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
-        run = track(tmp_path / "run", nn.Linear(12, 5), [cases.data("mlp", "mean", 0)], [q.HessMaxEV()])
+        run = track_batches(tmp_path / "run", nn.Linear(12, 5), [cases.data("mlp", "mean", 0)], [q.HessMaxEV()])
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
     assert run["hess_max_ev"]["status"][0] == 0 and torch.backends.cudnn.enabled
@@ -245,7 +246,7 @@ def test_condition_of_a_matrix_without_full_rank(tmp_path: Path) -> None:
     with torch.no_grad():
         net[0].weight.fill_(1.0)
         net[1].weight.zero_()
-    run = track(tmp_path / "run", net, [cases.data("mlp", "mean", 0)], [q.ParameterCondition()])
+    run = track_batches(tmp_path / "run", net, [cases.data("mlp", "mean", 0)], [q.ParameterCondition()])
     np.testing.assert_array_equal(run["parameter_condition"]["parameter_condition"][0], [np.inf, np.inf])
     np.testing.assert_allclose(run["parameter_condition"]["spectral_norm"][0], [np.sqrt(48), 0])
 

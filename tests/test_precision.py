@@ -11,11 +11,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from loops import shows
 from ranks import Ranks
 from test_table import close, mean_gradient
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from train import SHARDINGS, parameter_groups
 

@@ -8,10 +8,10 @@ from typing import Any
 import cases
 import pytest
 import torch
-import torch.nn.functional as F
 from loops import shows
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, Loss, MeanGSNR

@@ -12,15 +12,15 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from test_models import Moments
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import HessMaxEV, Quantity
 
-B, WIDTH, CLASSES = 6, 6, 5
+SAMPLES, WIDTH, CLASSES = 6, 6, 5
 
 
 class Base(nn.Module):
@@ -149,7 +149,7 @@ def train(model: nn.Module, tmp_path: Path | None, quantities: list[Quantity]) -
     with DistCockpit(model, loss_fn, optimizer, store=(tmp_path or Path()) / "run", **options) as cockpit:
         for step in range(3):
             data = torch.Generator().manual_seed(step)
-            x, y = torch.randn(B, WIDTH, generator=data), torch.arange(B) % CLASSES
+            x, y = torch.randn(SAMPLES, WIDTH, generator=data), torch.arange(SAMPLES) % CLASSES
             optimizer.zero_grad()
             with cockpit.track(step):
                 z = cockpit(x)
@@ -183,7 +183,7 @@ def test_what_a_model_keeps(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, tracked, strict=True)) and others == same
     rows = open_run(tmp_path / "run")["moments"]
     for step, batch in enumerate(expected):
-        squares = [(g**2).sum() / B for g in batch.gradients.values()]
+        squares = [(g**2).sum() / SAMPLES for g in batch.gradients.values()]
         np.testing.assert_allclose(rows["mean_of"].sel(step=step), squares, rtol=1e-4, atol=1e-9)
 
 
@@ -191,7 +191,7 @@ def test_parametrizations_that_are_cached(tmp_path: Path) -> None:
     net, loss_fn = parametrizations.weight_norm(nn.Linear(6, 5)), nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
         with cockpit.track(0), parametrize.cached():
-            loss_fn(cockpit(torch.randn(B, 6)), torch.arange(B) % 5).backward()
+            loss_fn(cockpit(torch.randn(SAMPLES, 6)), torch.arange(SAMPLES) % 5).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in net.parameters())
 
 
@@ -208,7 +208,7 @@ def test_an_output_without_axes_is_no_loss(tmp_path: Path) -> None:
             return self.decode(z), z.square().sum(1).mean()
 
     torch.manual_seed(2)
-    net, x = Autoencoder(), torch.randn(B, 6)
+    net, x = Autoencoder(), torch.randn(SAMPLES, 6)
     with DistCockpit(net, None, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
         with cockpit.track(0):
             prediction, penalty = cockpit(x)
@@ -247,7 +247,7 @@ def test_a_term_that_joins_the_loss_later(tmp_path: Path, caplog: pytest.LogCapt
         with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
             for step in range(4):
                 with cockpit.track(step):
-                    loss = loss_fn(cockpit(torch.randn(B, 6)), torch.arange(B) % 5)
+                    loss = loss_fn(cockpit(torch.randn(SAMPLES, 6)), torch.arange(SAMPLES) % 5)
                     (loss + (step > 0) * sum(p.square().sum() for p in net.parameters())).backward()
             for row in cockpit.coverage():
                 assert row.route == "closed form" and row.checked
@@ -257,7 +257,7 @@ def test_a_term_that_joins_the_loss_later(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_hooks_on_parameters_do_not_matter(tmp_path: Path) -> None:
     torch.manual_seed(2)
-    net, loss_fn, x, y = nn.Linear(6, 5), nn.CrossEntropyLoss(), torch.randn(B, 6), torch.arange(B) % 5
+    net, loss_fn, x, y = nn.Linear(6, 5), nn.CrossEntropyLoss(), torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 5
     net.weight.register_hook(lambda g: g * 0.5)
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
         with cockpit.track(0):
@@ -278,7 +278,7 @@ def test_a_forward_that_empties_its_input(tmp_path: Path) -> None:
     chosen = [Moments(), HessMaxEV(tolerance=1e-2)]
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
         with cockpit.track(0):
-            loss_fn(cockpit({"x": torch.randn(B, 6)}), torch.arange(B) % 5).backward()
+            loss_fn(cockpit({"x": torch.randn(SAMPLES, 6)}), torch.arange(SAMPLES) % 5).backward()
     assert np.isfinite(open_run(tmp_path / "run")["hess_max_ev"]["hess_max_ev"]).all()
 
 
@@ -305,13 +305,13 @@ def test_odd_inputs_and_outputs(tmp_path: Path) -> None:
             return Pair(z, nested)
 
     with torch.inference_mode():
-        x = torch.randn(B, 6)
+        x = torch.randn(SAMPLES, 6)
     net, loss_fn = Odd(), nn.CrossEntropyLoss()
     net.inner.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
         for step in range(2):
             with cockpit.track(step):
-                loss_fn(cockpit(x).first, torch.arange(B) % 5).backward()
+                loss_fn(cockpit(x).first, torch.arange(SAMPLES) % 5).backward()
     assert (open_run(tmp_path / "run")["moments"]["mean_of"] > 0).all()
 
 

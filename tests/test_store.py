@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 import xarray as xr
 import zarr
+from steps import run_steps
 from torch import nn
 from waiting import run_program, until
 
@@ -40,13 +42,16 @@ def run_store(path: Path | str, groups: dict[str, Group], attributes: dict[str, 
 
 
 def record(path: Path, steps: int = 4, **options: Any) -> None:
-    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
-    with DistCockpit(net, loss_fn, store=path, schedule=every(1), **{"quantities": full(), **options}) as cockpit:
-        for step in range(steps):
-            x, y = cases.data("mlp", "mean", step)
-            with cockpit.track(step, epoch=step // 2):
-                loss_fn(net(x), y).backward()
-            cockpit.log(step, accuracy=step / 10)
+    run_steps(
+        path,
+        cases.initialised("mlp"),
+        partial(cases.data, "mlp", "mean"),
+        steps,
+        loss_fn=nn.CrossEntropyLoss(),
+        track=lambda step: {"epoch": step // 2},
+        then=lambda step, cockpit: cockpit.log(step, accuracy=step / 10),
+        **{"quantities": full(), **options},
+    )
 
 
 def test_plain_xarray_opens_it_without_a_warning(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from steps import run_steps
 from stores import S3, Place, place
 from torch import nn
 from waiting import run_program
 from zarr.storage import LocalStore, MemoryStore, ZipStore
 
-from distcockpit import DistCockpit, every, open_run
+from distcockpit import DistCockpit, open_run
 from distcockpit.quantities import Alpha, GradHist1d, MeanGSNR
 from distcockpit.run import verify
 from distcockpit.store import run_store as store_module
@@ -48,15 +50,16 @@ def keys(where: Place) -> Keys:
     return keys_of(where.store, where.options)
 
 
-def train(where: Place, steps: range, **options: Any) -> None:
-    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
-    options = {"quantities": [Alpha(), MeanGSNR(), GradHist1d(bins=9)], "schedule": every(1), **options}
-    with DistCockpit(net, loss_fn, **where.for_cockpit, **options) as cockpit:
-        for step in steps:
-            x, y = cases.data("mlp", "mean", step)
-            with cockpit.track(step):
-                loss_fn(net(x), y).backward()
-            cockpit.log(step, value=step / 2)
+def train_at(where: Place, steps: range, **options: Any) -> None:
+    run_steps(
+        net=cases.initialised("mlp"),
+        data=partial(cases.data, "mlp", "mean"),
+        steps=steps,
+        loss_fn=nn.CrossEntropyLoss(),
+        then=lambda step, cockpit: cockpit.log(step, value=step / 2),
+        **where.for_cockpit,
+        **{"quantities": [Alpha(), MeanGSNR(), GradHist1d(bins=9)], **options},
+    )
 
 
 def read(where: Place) -> xr.DataTree:
@@ -64,7 +67,7 @@ def read(where: Place) -> xr.DataTree:
 
 
 def test_a_run(where: Place) -> None:
-    train(where, range(5))
+    train_at(where, range(5))
     run = read(where)
     assert list(run["mean_gsnr"]["step"].values) == list(range(5)) and run.attrs["state"] == "closed"
     np.testing.assert_array_equal(run["log"]["value"], np.arange(5) / 2)
@@ -73,18 +76,18 @@ def test_a_run(where: Place) -> None:
     )
     assert verify(where.store, where.options) == []
     assert keys(where).get_one(LOCK) is None
-    train(where, range(3, 7), mode="a")
+    train_at(where, range(3, 7), mode="a")
     again = read(where)
     assert list(again["mean_gsnr"]["step"].values) == list(range(7)) and again.attrs["generation"] == 1
     np.testing.assert_array_equal(again["mean_gsnr"]["mean_gsnr"][:5], run["mean_gsnr"]["mean_gsnr"])
     with pytest.raises(FileExistsError, match="already holds a run.*mode='a'"):
-        train(where, range(1))
-    train(where, range(2), mode="w")
+        train_at(where, range(1))
+    train_at(where, range(2), mode="w")
     assert list(read(where)["mean_gsnr"]["step"].values) == [0, 1]
 
 
 def test_plain_xarray_reads_it(where: Place) -> None:
-    train(where, range(2))
+    train_at(where, range(2))
     opened = where.store if not where.options else str(where.store)
     options = {"storage_options": where.options} if where.options else {}
     tree = xr.open_datatree(opened, engine="zarr", **options)
@@ -203,13 +206,13 @@ def test_a_foreign_place_is_left_alone(where: Place) -> None:
     keys(where).put({"precious": b"data"})
     for mode in ("w-", "w", "a"):
         with pytest.raises(FileExistsError, match="not a distcockpit run"):
-            train(where, range(1), mode=mode)
+            train_at(where, range(1), mode=mode)
     assert keys(where).list() == ["precious"]
 
 
 def test_what_a_writer_left_before_its_first_key_is_no_obstacle(where: Place) -> None:
     keys(where).put({LOCK: b"{}"})
-    train(where, range(1))
+    train_at(where, range(1))
     assert read(where).attrs["state"] == "closed"
 
 
@@ -217,7 +220,7 @@ def test_what_a_writer_left_before_its_first_key_is_no_obstacle(where: Place) ->
 def test_names_of_a_folder(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run"
     names = {"path": path, "text": str(path), "file url": f"file://{path}", "local store": LocalStore(path)}
-    train(Place(names[kind]), range(1))
+    train_at(Place(names[kind]), range(1))
     assert open_run(path).attrs["state"] == open_run(names[kind]).attrs["state"] == "closed"
 
 
@@ -228,11 +231,11 @@ def test_wrong_stores(tmp_path: Path) -> None:
         ("nosuch://place/run", ValueError, "nosuch"),
     ):
         with pytest.raises(kind, match=words):
-            train(Place(store), range(1))
+            train_at(Place(store), range(1))
     with pytest.raises(ValueError, match="storage_options.*only apply to a URL"):
         DistCockpit(nn.Linear(2, 2), store=tmp_path / "run", storage_options={"key": "k"})
     with pytest.raises(OSError, match="could not be written"):
-        train(Place(ZipStore(tmp_path / "zip", mode="w")), range(1))
+        train_at(Place(ZipStore(tmp_path / "zip", mode="w")), range(1))
     with pytest.raises(FileNotFoundError, match="there is no run here"):
         open_run(MemoryStore())
     nowhere = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
@@ -267,7 +270,7 @@ HARMFUL = {
 
 @pytest.mark.parametrize("case", HARMFUL)
 def test_documents_that_are_not_ours_are_refused(tmp_path: Path, case: str) -> None:
-    train(Place(tmp_path / "run"), range(2))
+    train_at(Place(tmp_path / "run"), range(2))
     root = json.loads((tmp_path / "run/zarr.json").read_text())
     damage(root, "mean_gsnr/mean_gsnr", **HARMFUL[case])
     (tmp_path / "run/zarr.json").write_text(json.dumps(root))
@@ -277,7 +280,7 @@ def test_documents_that_are_not_ours_are_refused(tmp_path: Path, case: str) -> N
 
 def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    train(Place(path), range(2))
+    train_at(Place(path), range(2))
     good = (path / "zarr.json").read_text()
 
     def damaged(array: str, **changes: Any) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from waiting import run_program
 

@@ -1,6 +1,6 @@
-"""What looks wrong in a run, in words: rules on the rows of a store, each with the source that it follows.
+"""What looks wrong in a run, in words: rules on the rows of a store, each with the source it is based on.
 
-May import: store. Needs no torch.
+May import: store. Does not need torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import xarray as xr
 
-from distcockpit.findings import layers, numbers, ranks, steps  # noqa: F401 - they add their rules
+from distcockpit.findings import layers, numbers, ranks, steps  # noqa: F401 - they register their rules
 from distcockpit.findings.rule import RULES, WRONG, Checked, Finding
 from distcockpit.store.rows import find
 
@@ -24,7 +24,7 @@ def check(run: xr.DataTree) -> Checked:
         run: What `open_run` returns.
 
     Returns:
-        What looks wrong, the surest first, and the rules that the run has no quantities for.
+        What looks wrong, the most certain first, and the rules that the run lacks quantities for.
     """
     findings, unchecked = [], {}
     for one in RULES:
@@ -32,7 +32,7 @@ def check(run: xr.DataTree) -> Checked:
         if not groups:
             unchecked[one.name] = " or ".join(one.needs)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")  # rows may be NaN altogether
+            warnings.simplefilter("ignore")  # rows may be all NaN
             for group in groups:
                 findings += [
                     Finding(one.name, told["severity"], told["title"], told["words"], one.picture, one.source, one.url)

@@ -23,7 +23,7 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
     segments = run.attrs.get("segments", ())
     shapes = (dict(segments[-1]) if segments else {}).get("parameters") or run.attrs.get("parameters", {})
     names = [str(name) for name in norm["parameter"].values]
-    # In the order of the model as it is now; what joined it in mid-run has its column at the end.
+    # In the order of the model as it is now; parameters that were added during the run have their columns at the end.
     weights = [names.index(name) for name, shape in shapes.items() if len(shape) >= 2 and name in names]
     if len(weights) < 3:
         return

@@ -1,4 +1,4 @@
-"""Rules on the loss: numbers that are not finite, and a loss that jumps or does not fall."""
+"""Rules on the loss: non-finite numbers, and a loss that jumps or does not fall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is, and what it tells; and the few statistics that rules share."""
+"""What a rule is and what it reports, and the few statistics that rules share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from distcockpit.store.names import plain
 
 WRONG, LOOK = "wrong", "look"
-"""How sure a rule is: something is broken; or something is unusual, and may be meant."""
+"""How certain a rule is: something is broken, or something is unusual and may be intended."""
 
 WINDOW = 10
-"""Rows that a median is taken over: a single row is noise."""
+"""Number of rows to take a median over: a single row is too noisy."""
 
 MANY = 1 / 3
-"""A finding is reported if it holds in this share of the windows of a run."""
+"""A finding is reported if it holds in this fraction of a run's windows."""
 
 MOST_ROWS = 4000
-"""Rows of wide arrays that a rule on what is typical looks at, at equal distances; rules on events look at all."""
+"""Number of evenly spaced rows of wide arrays that rules on typical values read; rules on events read all rows."""
 
 STEP, RANKS = "step", "step rank"
 
@@ -35,10 +35,10 @@ class Finding:
     Args:
         rule: Name of the rule.
         severity: "wrong" or "look".
-        title: In a few words.
+        title: A short title.
         words: What was seen, why it matters, and what to do.
         picture: Names of the instruments and quantities that show it, the best first.
-        source: The paper, or the reason, that the rule follows.
+        source: The paper, or the reasoning, that the rule is based on.
         url: Where to read it.
     """
 
@@ -60,8 +60,8 @@ class Checked:
     """The findings, and which rules could not be applied.
 
     Args:
-        findings: The surest first.
-        unchecked: By rule, the quantities that it would take.
+        findings: The most certain first.
+        unchecked: By rule, the quantities that it would need.
     """
 
     findings: list[Finding]
@@ -79,10 +79,10 @@ class Rule:
     Args:
         name: What it looks for.
         picture: See `Finding`.
-        needs: By class of quantity, the arrays that it takes with their dimensions; each such group is handed to it.
+        needs: By quantity class, the arrays it needs, with their dimensions; it is applied to each such group.
         source: See `Finding`.
         url: See `Finding`.
-        apply: From the run, and a group, to what it tells.
+        apply: Takes the run and a group, and returns what it found.
     """
 
     name: str
@@ -107,24 +107,24 @@ def rule(name: str, picture: str, needs: dict[str, dict[str, str]], source: str,
 
 
 def windows(values: NDArray[Any]) -> NDArray[Any]:
-    """Medians over `WINDOW` rows each; of all, if there are fewer but at least half as many."""
+    """Medians over `WINDOW` rows each, or over all rows if there are fewer, but at least half as many."""
     if len(values) < WINDOW // 2:
         return np.empty(0)
     return pd.Series(values).rolling(min(WINDOW, len(values))).median().dropna().to_numpy()
 
 
 def others(values: NDArray[Any]) -> NDArray[Any]:
-    """What ranks are compared with, for values [steps, ranks]: the median of all, or of two ranks the other one."""
+    """What to compare ranks with, for values [steps, ranks]: the median of all or, for two ranks, the other one."""
     return values[:, ::-1] if values.shape[1] == 2 else np.median(values, axis=1, keepdims=True)
 
 
 def listed(ranks: NDArray[Any]) -> str:
-    """Numbers in words, the first few of many."""
+    """Numbers as text; if there are many, only the first few."""
     few_ranks = ", ".join(map(str, ranks[:4]))
     return few_ranks if len(ranks) <= 4 else f"{few_ranks} and {len(ranks) - 4} more"
 
 
 def some(names: list[str]) -> str:
-    """Names in words, the first few of many."""
+    """Names as text; if there are many, only the first few."""
     shown = ", ".join(map(plain, names[:4]))
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

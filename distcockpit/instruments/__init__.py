@@ -1,4 +1,4 @@
-"""Pictures of a run: one instrument per file, each a function of axes and a run; `plot_run` draws all of them.
+"""Plots of a run: one instrument per file, each a function that takes axes and a run; `plot_run` draws all of them.
 
 >>> from distcockpit import open_run
 >>> from distcockpit.instruments import alpha, plot_run
@@ -6,7 +6,7 @@
 >>> alpha(plt.gca(), run)                           # doctest: +SKIP
 >>> plot_run(run).savefig("digits.png")             # doctest: +SKIP
 
-May import: store. Works on a store alone: no torch, no process group. The extra ``view`` brings what it needs.
+May import: store. Only needs a store: no torch, no process group. The extra ``view`` installs what it needs.
 """
 
 from distcockpit.instruments.alpha import alpha

@@ -1,4 +1,4 @@
-"""Any quantity for which there is no instrument: one's own, and those whose arrays speak for themselves."""
+"""Any quantity without its own instrument: custom quantities, and those whose arrays speak for themselves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distcockpit.instruments.picture import BLUE, Heat, Pages, Picture
 from distcockpit.store.rows import few
 
 MOST_CURVES = 64
-"""Of what has no names: more are a heat map."""
+"""Maximum number of curves without names: more become a heat map."""
 
 
 def anything(name: str, node: xr.Dataset) -> Pages:
-    """A picture for each array: one curve, or a curve per name, or the newest row of larger ones as a heat map."""
+    """A plot for each array: one curve, a curve per name, or for larger arrays the newest row as a heat map."""
     arrays = {str(name): a for name, a in node.data_vars.items() if a.dtype.kind in "fiu" and a.dims[:1] == ("step",)}
     floats = {name: a for name, a in arrays.items() if a.dtype.kind == "f"}
     return {field: _picture(f"{name}: {a.attrs.get('long_name', field)}", a) for field, a in (floats or arrays).items()}

@@ -1,4 +1,4 @@
-"""From the rows of a run to marks: curves, bands and cells, and as many of them as a screen shows."""
+"""From the rows of a run to marks: curves, bands and cells, thinned to what a screen can show."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from distcockpit.instruments.picture import BLACK, FARTHEST, SEQUENTIAL, Band, L
 from distcockpit.store.rows import across, in_blocks, portion
 
 MOST_POINTS = 30_000
-"""Of all curves of a picture; ten curves have two for each column of a plot on a large screen."""
+"""In all curves of a plot together; with ten curves, that is two points per pixel column on a large screen."""
 
 MOST_COLUMNS = 400
 """Columns of a heat map over steps."""
 
 MOST_CELLS = 200_000
-"""Of a heat map."""
+"""Cells of a heat map."""
 
 MOST_MEMBERS = 256
-"""Curves of one picture; of more names, as many at equal distances."""
+"""Curves of one plot; with more names, this many evenly spaced ones are shown."""
 
 
 def named(array: xr.DataArray, what: str = "") -> str:
-    """The label of an axis: what it is and its unit."""
+    """An axis label: what it is, and its unit."""
     return f"{what or array.attrs.get('long_name', array.name)} [{array.attrs.get('units', '1')}]"
 
 
 def thinned(marks: Sequence[Mark]) -> list[Mark]:
-    """Marks whose curves have no more points than a screen shows."""
+    """Marks whose curves have no more points than a screen can show."""
     lines = sum(isinstance(mark, Line) for mark in marks)
     most = min(2000, max(100, MOST_POINTS // max(1, 2 * lines)))
     return [_thinned(mark, most) for mark in marks]
@@ -52,7 +52,7 @@ def _thinned(mark: Mark, most: int) -> Mark:
 
 
 def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """The lowest and the highest point of each stretch in their order, gaps, and both ends.
+    """The lowest and the highest point of each stretch, in order, with gaps and both ends kept.
 
     Args:
         x: Shape [n].
@@ -68,18 +68,18 @@ def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         kept |= {start + int(np.argmin(low[start:end])), start + int(np.argmax(high[start:end]))}
         if not known[start:end].all():
-            kept.add(start + int(np.argmin(known[start:end])))  # the gap stays one
+            kept.add(start + int(np.argmin(known[start:end])))  # a gap stays a gap
     index = np.array(sorted(kept))
     return x[index], y[index]
 
 
 def values(array: xr.DataArray) -> xr.DataArray:
-    """The numbers, step first; fewer rows of what would be too many to read, which `left_out` says."""
+    """The numbers, step first; with fewer rows if there are too many to read, which `left_out` reports."""
     return portion(array.transpose("step", ...)).load()
 
 
 def left_out(array: xr.DataArray) -> str:
-    """What a picture of an array [step, names] does not show, in words."""
+    """What a plot of an array [step, names] leaves out, in words."""
     shown = some(array) if array.ndim > 1 else array
     rows, all_rows = portion(shown).sizes["step"], array.sizes["step"]
     words = (
@@ -89,19 +89,19 @@ def left_out(array: xr.DataArray) -> str:
 
 
 def some(array: xr.DataArray) -> xr.DataArray:
-    """As many names along the second dimension as can be drawn."""
+    """The array with as many names along the second dimension as can be drawn."""
     dim, n = array.dims[1], array.shape[1]
     return array if n <= MOST_MEMBERS else array.isel({dim: np.linspace(0, n - 1, MOST_MEMBERS).astype(int)})
 
 
 def members(array: xr.DataArray) -> list[str]:
-    """Names along the second dimension: of layers and parameters; ranks and the like are numbers."""
+    """Names along the second dimension: of layers and parameters; ranks and the like are numbered."""
     dim = array.dims[1]
     return [str(v) for v in array[dim].values] if dim in array.coords else [f"{dim} {k}" for k in range(array.shape[1])]
 
 
 def depth_colors(n: int) -> list[str]:
-    """From the first layer, dark, to the last."""
+    """Colours from the first layer (dark) to the last (light)."""
     return [to_hex(c) for c in mpl.colormaps[SEQUENTIAL](np.linspace(0, 0.92, n))]
 
 
@@ -120,11 +120,11 @@ def family(array: xr.DataArray) -> list[Line]:
 
 
 def side_by_side(groups: Mapping[str, xr.Dataset], looks: Mapping[str, tuple[str, str, str]]) -> list[Line]:
-    """A curve of each group.
+    """One curve per group.
 
     Args:
         groups: By name.
-        looks: By class of quantity the field, its label and colour; a second group of a class is dashed, and named.
+        looks: By quantity class, the field, its label and colour; a second group of a class is dashed and named.
     """
     lines, seen = [], set()
     for name, node in groups.items():
@@ -144,7 +144,7 @@ def scalars(node: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def edges_of(steps: Numbers) -> Numbers:
-    """Edges of the columns of a heat map: half-way between the rows."""
+    """Edges of the columns of a heat map: halfway between the rows."""
     x = np.asarray(steps, dtype=float)
     if len(x) == 1:
         return np.array([x[0] - 0.5, x[0] + 0.5])
@@ -153,7 +153,7 @@ def edges_of(steps: Numbers) -> Numbers:
 
 
 def windows(data: xr.DataArray, most: int = 60) -> list[slice]:
-    """Stretches of rows to be summed up as one: epochs, where they have several rows, else parts of equal length."""
+    """Windows of rows to summarize: epochs if they have several rows, otherwise parts of equal length."""
     rows = data.sizes["step"]
     epoch = data["epoch"].values if "epoch" in data.coords else np.full(rows, np.nan)
     starts = np.flatnonzero(np.diff(epoch, prepend=np.nan) != 0)
@@ -167,13 +167,13 @@ def windows(data: xr.DataArray, most: int = 60) -> list[slice]:
 
 
 def distribution(values: Numbers, edges: Numbers) -> tuple[Numbers, Numbers]:
-    """Edges and counts of finite values; those beyond the ends count in the last bins."""
+    """Edges and counts of finite values; values beyond the ends count in the edge bins."""
     counts, _ = np.histogram(np.clip(values[np.isfinite(values)], edges[0], edges[-1]), edges)
     return edges, counts
 
 
 def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
-    """The scale of the y-axis: logarithmic for curves that span much, linear around 0 where some are not above it."""
+    """The scale of the y-axis: logarithmic for curves with a wide range, linear around 0 if some are not above it."""
     parts = [np.abs(line.y[np.isfinite(line.y)]) for line in lines]
     sizes = np.concatenate(parts) if parts else np.empty(0)
     positive = sizes[sizes > 0]
@@ -185,7 +185,7 @@ def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
 
 
 def batch_size(node: xr.Dataset) -> list[Line]:
-    """The batch size that was used."""
+    """The actual batch size."""
     if "batch_size" not in node.coords:
         return []
     size = node["batch_size"].astype(float)
@@ -193,12 +193,12 @@ def batch_size(node: xr.Dataset) -> list[Line]:
 
 
 def banded(array: xr.DataArray) -> list[Line | Band]:
-    """An array [step, names]: by name the median of each window as a curve, the quartiles as a band around it."""
+    """An array [step, names]: for each name, the median of each window as a curve, with the quartiles as a band."""
     data = values(some(array))
     names, steps = members(data), data["step"].values.astype(float)
     cuts = windows(data)
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a window may be NaN altogether
+        warnings.simplefilter("ignore")  # a window may be all NaN
         low, middle, high = np.stack([np.nanquantile(data.values[cut], [0.25, 0.5, 0.75], axis=0) for cut in cuts], 1)
     x = np.array([steps[cut].mean() for cut in cuts])
     marks: list[Line | Band] = []
@@ -211,7 +211,7 @@ def banded(array: xr.DataArray) -> list[Line | Band]:
 
 
 def columns(array: xr.DataArray, which: str) -> tuple[Numbers, Numbers]:
-    """Edges of columns, and the least or the greatest of an array [step, rank] within each; every row is read."""
+    """Edges of columns, and the minimum or maximum of an array [step, rank] within each; every row is read."""
     reduce = {"min": np.fmin, "max": np.fmax}[which]
     rows, edges = array.sizes["step"], edges_of(array["step"].values)
     most = max(100, min(800, MOST_CELLS // across(array)))

@@ -1,4 +1,4 @@
-"""How far the parameters went: in one step, and from where they began."""
+"""How far the parameters moved: in one step, and from their initial values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws pictures with Matplotlib."""
+"""Draws plots with Matplotlib."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from distcockpit.instruments.picture import (
 from distcockpit.store.names import for_figure
 
 MOST_PAGES = 6
-"""Of one instrument, in a figure; a page shows all."""
+"""Plots of one instrument in a figure; the HTML page shows all."""
 
 MOST_NAMES = 8
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "points": "none"}
 
 
 def draw(axes: Axes, picture: Picture | Pages) -> None:
-    """Draw a picture, or several side by side in insets.
+    """Draw a plot, or several side by side in insets.
 
     Args:
-        axes: Where to.
-        picture: What.
+        axes: Axes to draw on.
+        picture: What to draw.
     """
     if isinstance(picture, Picture):
         return _draw_one(axes, picture)
@@ -132,7 +132,7 @@ def _mark(axes: Axes, mark: Line | Band | Heat, picture: Picture, compact: bool)
 
 
 def _behind(axes: Axes, marks: Sequence[Zone | Level], picture: Picture) -> None:
-    """Zones and levels, within the range of the data; a level that is far away does not squeeze them."""
+    """Draw zones and levels within the range of the data; a distant level does not squeeze the data."""
     low, high = axes.get_ylim()
     for mark in marks:
         if isinstance(mark, Level) and (mark.y > 0 or picture.scale != "log"):
@@ -160,7 +160,7 @@ def _bars(axes: Axes, bars: Bars, sideways: bool = False) -> None:
 
 
 def _legend(axes: Axes, picture: Picture) -> None:
-    """Names of the curves; of many members some, from the first to the last."""
+    """Draw a legend; with many members, it shows only some, from the first to the last."""
     handles, labels = axes.get_legend_handles_labels()
     of_members = {mark.label for mark in picture.marks if isinstance(mark, Line) and mark.member}
     family = [k for k, label in enumerate(labels) if label in of_members]

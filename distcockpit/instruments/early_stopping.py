@@ -1,4 +1,4 @@
-"""Is the gradient more than noise?"""
+"""The early-stopping criterion: is the gradient more than noise?"""
 
 from __future__ import annotations
 

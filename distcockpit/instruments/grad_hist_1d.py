@@ -34,7 +34,7 @@ def grad_hist_1d(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
 
 
 def _on_one_grid(edges: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Counts [rows, bins] of rows with edges of their own, on common edges; as if spread evenly in each bin."""
+    """Counts [rows, bins] of rows with different edges, on common edges; as if spread evenly within each bin."""
     finite = np.asarray(np.isfinite(edges).all(axis=1))
     if not finite.any():
         return np.array([0.0, 1.0]), np.full((len(counts), 1), np.nan)

@@ -1,4 +1,4 @@
-"""Gradient elements against the parameters that they belong to, at the newest row."""
+"""Gradient elements against the parameters they belong to, for the newest row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient elements against parameters, for each parameter tensor by itself."""
+"""Gradient elements against parameters, separately for each parameter tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distcockpit.instruments.picture import Pages
 
 @instrument("gradients", GradHist2d={**FIELDS, "counts_per_parameter": "step parameter grad_bin param_bin"})
 def grad_hist_2d_parameters(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
-    """The newest histogram of each parameter; `GradHist2d(keep_individual=True)` stores them."""
+    """The newest histogram of each parameter, as stored by `GradHist2d(keep_individual=True)`."""
     (node,) = groups.values()
     newest = node["counts_per_parameter"].isel(step=-1)
     names = [str(name) for name in newest["parameter"].values]

@@ -1,4 +1,4 @@
-"""The norm of the mean gradient, whole and by parameter."""
+"""The norm of the mean gradient, overall and by parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three tests whether a batch is large enough, in one picture."""
+"""The three tests of whether a batch is large enough, in one plot."""
 
 from __future__ import annotations
 

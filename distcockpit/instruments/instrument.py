@@ -1,4 +1,4 @@
-"""An instrument: which quantities it shows, and what it makes of them; called with axes and a run, it draws."""
+"""An instrument: which quantities it shows, and how; call it with axes and a run to draw."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ View = Callable[[xr.DataTree, dict[str, xr.Dataset]], Picture | Pages]
 
 @dataclass(frozen=True)
 class Instrument:
-    """A picture of a run.
+    """A plot of a run.
 
     Args:
-        name: What it is called.
-        section: Part of the panel.
-        needs: By class of quantity, the arrays that it takes, with their dimensions. With one class there is a picture
-            for each group of it; with several, one of all that are there.
-        view: Makes the picture.
+        name: Its name.
+        section: Section of the panel.
+        needs: By quantity class, the arrays it needs, with their dimensions. With one class there is a plot for each
+            group of it; with several, there is one plot of all that are available.
+        view: Makes the plot.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Instrument:
         return {n: group for kind, fields in self.needs.items() for n, group in find(run, kind, **fields).items()}
 
     def pictures(self, run: xr.DataTree) -> dict[str, Picture | Pages]:
-        """What there is to see in this run, by a name that is unique within it; nothing, if it has no such rows."""
+        """The plots of this run, by a name that is unique within it; empty if it has no such rows."""
         found = self.groups(run)
         if len(self.needs) > 1:
             return {self.name: self.view(run, found)} if found else {}
@@ -47,9 +47,9 @@ class Instrument:
         """Draw.
 
         Args:
-            axes: Where to; what is beside the picture, such as a distribution, is put into insets of it.
+            axes: Axes to draw on; anything next to the plot, such as a distribution, is drawn in insets.
             run: What `open_run` returns.
-            group: Which one, where the run has several quantities of the class; by default the first.
+            group: Which group, if the run has several quantities of the class; by default the first.
 
         Raises:
             ValueError: If the run has nothing to show.
@@ -64,7 +64,7 @@ class Instrument:
 
 
 def instrument(section: str, **needs: Mapping[str, str]) -> Callable[[View], Instrument]:
-    """Make an instrument of a function of a run and the groups that it shows; see `Instrument`."""
+    """Turn a function of a run and its groups into an instrument; see `Instrument`."""
     return lambda view: _documented(Instrument(view.__name__, section, needs, view), view)
 
 

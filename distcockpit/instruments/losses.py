@@ -1,4 +1,4 @@
-"""Losses: of the whole batch, and those that the user logged."""
+"""Losses: of the pooled batch, and those the user logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sharpest direction, and what the learning rate can stand."""
+"""The sharpest direction, and the stability limit of the learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user logged beside losses: accuracies and the like."""
+"""Anything else the user logged: accuracies and the like."""
 
 from __future__ import annotations
 

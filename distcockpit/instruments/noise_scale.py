@@ -1,4 +1,4 @@
-"""The batch size that pays, and the one that was used."""
+"""The gradient noise scale, and the actual batch size."""
 
 from __future__ import annotations
 

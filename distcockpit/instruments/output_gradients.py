@@ -1,4 +1,4 @@
-"""Gradients at the outputs of layers: how long they are, and whether they turn."""
+"""Gradients at the outputs of layers: their norms, and whether they change direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that there is to see of a run, in the order of a panel: step size, gradients, curvature, ranks, performance."""
+"""All plots of a run, in the order of the panel: step size, gradients, curvature, ranks, performance."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ SECTIONS = ("step size", "gradients", "curvature", "ranks", "performance", "more
 
 @dataclass(frozen=True)
 class Place:
-    """One instrument with what it shows."""
+    """One instrument and what it shows."""
 
     name: str
     section: str
     picture: Picture | Pages
 
     def by_page(self) -> dict[str, Picture]:
-        """Its pictures by name: its own, or ``name/page``."""
+        """Its plots by name: its own name, or ``name/page``."""
         if isinstance(self.picture, Picture):
             return {self.name: self.picture}
         return {f"{self.name}/{page}": picture for page, picture in self.picture.items()}
 
 
 def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None) -> Iterator[Place]:
-    """Every picture that this run has, by section; quantities without an instrument of their own come last.
+    """Every plot of this run, by section; quantities without their own instrument come last.
 
     Args:
         run: What `open_run` returns.
-        progress: Is told the name of each picture before it is made.
+        progress: Called with the name of each plot before it is made.
     """
     shown: set[str] = set()
     by_section = sorted(INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
@@ -61,10 +61,10 @@ def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None)
 
 
 def panels(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> list[Place]:
-    """The panel of one run, or of several in the same pictures.
+    """The panel of one run, or of several in the same plots.
 
     Args:
-        runs: By the name to show.
+        runs: Runs by display name.
         progress: As for `panel`.
     """
     if len(runs) == 1:
@@ -79,7 +79,7 @@ def panels(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = la
 
 
 def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) -> Picture | Pages:
-    """The pictures of several runs as one, a colour for each run; heat maps, which hide each other, one by one."""
+    """The plots of several runs overlaid, one colour per run; heat maps, which would hide each other, stay separate."""
     if not all(isinstance(p, Picture) for p in pictures.values()):
         names = list(
             dict.fromkeys(name for pages in pictures.values() if not isinstance(pages, Picture) for name in pages)
@@ -108,7 +108,7 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
 
 
 def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
-    """The curves of one run, named after it, and told apart by their dashes; points stay points."""
+    """The curves of one run, named after it and distinguished by line style; points stay points."""
     curves = [mark for mark in picture.marks if isinstance(mark, Line | Band)]
     alone = len([mark for mark in curves if isinstance(mark, Line)]) == 1
     named: list[Line | Band] = []
@@ -140,9 +140,9 @@ def plot_run(
     """The whole panel as a figure.
 
     Args:
-        run: What `open_run` returns, or several runs by name, which are drawn over each other.
-        title: Above the panel.
-        columns: Pictures side by side, at most.
+        run: What `open_run` returns, or several runs by name, which are overlaid.
+        title: Title above the panel.
+        columns: Maximum number of plots side by side.
         progress: As for `panel`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What an instrument draws, as data: marks on two axes. How it is drawn, on paper or on a page, is elsewhere."""
+"""What an instrument draws, as data: marks on two axes. Rendering, with Matplotlib or Plotly, is elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 Numbers = NDArray[Any]
 
 FARTHEST = 1e100
-"""What is beyond is drawn there, but on logarithmic axes, as the computation of their ends would overflow."""
+"""Values beyond it are clipped to it, except on logarithmic axes; computing axis limits would overflow otherwise."""
 
-# Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers, and by their lightness in print.
+# Okabe and Ito 2008, "Color Universal Design": safe for colour-blind readers, and distinct in lightness when printed.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
     "#0072B2",
     "#E69F00",
@@ -27,7 +27,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
 GREY = "#8C8C8C"
 CYCLE = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK)
 SEQUENTIAL = "cividis"
-"""Nuñez, Anderton, Renslow 2018: looks alike with and without colour-blindness, and in grey."""
+"""Nuñez, Anderton, Renslow 2018: looks the same with and without colour blindness, and in greyscale."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Line:
     Args:
         x: Shape [n].
         y: Shape [n]; gaps where it is NaN.
-        label: Name in the legend; without, it is not there.
-        color: Hexadecimal.
+        label: Name in the legend; without one, it has no legend entry.
+        color: Hexadecimal colour.
         style: "solid", "dashed", "dotted" or "points".
-        member: Name of the layer, parameter or rank that it belongs to, where it is one of many.
+        member: Name of the layer, parameter or rank it belongs to, if it is one of many.
     """
 
     x: Numbers
@@ -65,14 +65,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Heat:
-    """A field of cells.
+    """A heat map.
 
     Args:
         x: Edges, shape [columns + 1].
         y: Edges, shape [rows + 1].
         z: Shape [rows, columns].
-        label: What the colours mean, with its unit.
-        log: Whether colours follow the logarithm; what is not above 0 is empty.
+        label: What the colours mean, with the unit.
+        log: Use a logarithmic colour scale; cells that are not above 0 are left empty.
     """
 
     x: Numbers
@@ -84,7 +84,7 @@ class Heat:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line that means something."""
+    """A horizontal reference line."""
 
     y: float
     label: str = ""
@@ -92,7 +92,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Zone:
-    """A horizontal band, from ``low`` to ``high``; infinite ends reach the edge of the picture."""
+    """A horizontal band from ``low`` to ``high``; infinite ends reach the edge of the plot."""
 
     low: float
     high: float
@@ -102,7 +102,7 @@ class Zone:
 
 @dataclass(frozen=True)
 class Bars:
-    """A distribution beside the picture, along one of its axes."""
+    """A distribution next to the plot, along one of its axes."""
 
     edges: Numbers
     heights: Numbers
@@ -118,14 +118,15 @@ class Picture:
     Args:
         title: What it shows.
         y: Label of the y-axis, with its unit.
-        marks: In the order in which they are drawn.
+        marks: In drawing order.
         x: Label of the x-axis.
-        scale: Of the y-axis: "linear", "log", or "asinh", which is linear up to ``linear`` and logarithmic beyond.
+        scale: Scale of the y-axis: "linear", "log", or "asinh", which is linear up to ``linear`` and logarithmic
+            beyond.
         linear: See ``scale``.
         right: Distribution along the y-axis.
         top: Distribution along the x-axis.
-        whole: Whether the y-axis counts something, such as ranks.
-        note: What a reader must know, such as how much of it is not shown.
+        whole: True if the y-axis has integers, such as ranks.
+        note: What a reader must know, such as how much is not shown.
     """
 
     title: str
@@ -141,11 +142,11 @@ class Picture:
 
 
 Pages = Mapping[str, Picture]
-"""Several pictures of which one is looked at at a time, or a few side by side; by name."""
+"""Several plots by name, shown one at a time or a few side by side."""
 
 
 def empty(picture: Picture) -> bool:
-    """True if there is nothing to see: no mark has a finite number."""
+    """True if there is nothing to see: no mark has a finite value."""
     for mark in picture.marks:
         if isinstance(mark, Heat) and not (np.isfinite(mark.x).all() and np.isfinite(mark.y).all()):
             continue

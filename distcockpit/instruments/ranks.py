@@ -1,4 +1,4 @@
-"""Ranks side by side: whose data, whose gradients, whose time differ."""
+"""Ranks side by side: which ones differ in their data, gradients or timings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = {
     "nonfinite_losses": ("non-finite losses", "max"),
     "local_batch_size": ("batch size of each rank", "max"),
 }
-"""What is looked at, and which of several steps in a column of the picture: the one that tells most."""
+"""What is shown, and which of several steps in a column of the plot: the most informative one."""
 
 WHERE_THERE = {"nonfinite_gradients", "nonfinite_losses"}
 
@@ -42,7 +42,7 @@ def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
                     pages[field if field not in pages else f"{field} ({name})"] = _picture(node[field], title, which)
     for node in groups.values():
         if "differs" in node.data_vars and (node["replica_drift"].values > 0).any():
-            # Few rows differ, if any: only these are read.
+            # Few rows differ, if any: read only those.
             apart = node["differs"].isel(step=np.flatnonzero(node["replica_drift"].values > 0))
             count = values(apart).sum("parameter").assign_attrs(units="parameters")
             pages["differs"] = _picture(count, "parameters that differ from the majority", "max")

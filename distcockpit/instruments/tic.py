@@ -1,4 +1,4 @@
-"""Takeuchi's information criterion: gradient noise where the loss is flat."""
+"""The Takeuchi information criterion: gradient noise where the loss is flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of the curvature, whole and by parameter."""
+"""The trace of the curvature, overall and by parameter."""
 
 from __future__ import annotations
 

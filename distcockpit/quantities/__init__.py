@@ -1,6 +1,6 @@
 """Everything that can be tracked: one quantity, one file.
 
-May import: store (how rows look), gradients, curvature. They neither communicate nor touch a model.
+May import: store (what rows look like), gradients, curvature. Quantities neither communicate nor touch a model.
 """
 
 from distcockpit.gradients.statistics import Statistic

@@ -1,4 +1,4 @@
-"""Bin ranges that follow the data: half a range is the largest absolute value seen, pooled over ranks."""
+"""Adaptive bin ranges: symmetric, up to the largest absolute value seen on any rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _SymmetricRange:
             raise ValueError(f"{type(self).__name__}(min_size={self.min_size!r}): must be positive.")
 
     def range(self, largest: float) -> tuple[float, float]:
-        """The bin range for a largest absolute value; one that is not finite does not count."""
+        """The bin range for a largest absolute value; non-finite values are ignored."""
         largest = largest if math.isfinite(largest) else 0.0
         end = (1.0 + self.padding) * max(self.min_size / 2, largest)
         return -end, end
@@ -34,24 +34,24 @@ class _SymmetricRange:
 
 @dataclass(frozen=True, kw_only=True)
 class GradAbsMax(_SymmetricRange):
-    """Let a range follow the largest absolute element m of the individual gradients.
+    """Adapt a range to the largest absolute element m of the individual gradients.
 
     The range becomes ``(-e, e)`` with ``e = (1 + padding) max(m, min_size / 2)``, effective at the next histogram.
-    NaN and infinite elements do not count.
+    NaN and infinite elements are ignored.
 
     Args:
-        schedule: Steps at which to measure; the histogram's own by default.
-        padding: Share by which the range exceeds the largest value, at least 0.
+        schedule: Steps at which to measure; by default those of the histogram.
+        padding: Fraction by which the range exceeds the largest value, at least 0.
         min_size: Smallest width of the range before padding, positive.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamAbsMax(_SymmetricRange):
-    """Let a range follow the largest absolute element m of the tracked parameters; otherwise as `GradAbsMax`.
+    """Adapt a range to the largest absolute element m of the tracked parameters; otherwise like `GradAbsMax`.
 
     Args:
-        schedule: Steps at which to measure; the histogram's own by default.
-        padding: Share by which the range exceeds the largest value, at least 0.
+        schedule: Steps at which to measure; by default those of the histogram.
+        padding: Fraction by which the range exceeds the largest value, at least 0.
         min_size: Smallest width of the range before padding, positive.
     """

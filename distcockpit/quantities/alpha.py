@@ -35,7 +35,7 @@ ZERO_VARIANCE = 1e-10
 class Alpha(Quantity):
     r"""Effective step size: how far the optimizer went, relative to the minimum of a local quadratic fit.
 
-    Along the unit direction of $d = \theta_{t+1} - \theta_t$ the pooled loss and its slope are observed at
+    Along the unit direction of $d = \theta_{t+1} - \theta_t$, the pooled loss and its slope are observed at
     $\tau = 0$ and $\tau = \|d\|$, each on the batch of its own step. Generalised least squares, weighted by the
     inverse sample variances (ddof 1) of individual losses and projections, fits
     $f(\tau) = \mu_0 + \mu_1\tau + \mu_2\tau^2$, and
@@ -43,21 +43,21 @@ class Alpha(Quantity):
     $$\alpha = \frac{2\|d\|}{\bar\alpha} - 1, \qquad \bar\alpha = -\mu_1/\mu_2.$$
 
     Mutschler and Zell 2020 and Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep
-    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, positive one that
-    overshoots, between -1 and 0 one that falls short, below -1 one uphill, away from a minimum behind it. -1 for a
-    concave fit or no step, NaN where the fit is not defined; ``status`` says which. Stored under the step t at which
-    the update began. Any optimizer.
+    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, a positive value overshoots,
+    between -1 and 0 the step falls short, and below -1 it goes uphill, away from a minimum behind it. -1 for a concave
+    fit or no step, NaN where the fit is undefined; ``status`` says which. Stored under the step t at which the update
+    began. Works with any optimizer.
 
-    **Several optimizers** move the parameters together. Along the part $d_k$ of one of them, the change of the loss is
-    not its own; what is fitted are the slopes at both ends of the whole update, a straight line:
+    **Several optimizers** move the parameters together. The change of the loss is not due to the part $d_k$ of one of
+    them alone, so only the slopes at both ends of the whole update are fitted, by a straight line:
 
     $$\alpha_k = -\frac{\langle G_{t+1}, d_k\rangle}{\langle G_t, d_k\rangle},$$
 
     0 where the slope along its own part vanishes after the step.
 
     Args:
-        optimizer: Name of one of several optimizers; its ``update_norm`` and slopes are those of its part. The whole
-            update by default. Where there are several, ``Alpha()`` brings one of each with it.
+        optimizer: Name of one of several optimizers; ``update_norm`` and slopes are then those of its part. By default
+            the whole update. If there are several optimizers, ``Alpha()`` adds one for each.
     """
 
     optimizer: str | None = None
@@ -70,7 +70,7 @@ class Alpha(Quantity):
         super().__post_init__()
 
     def for_optimizers(self, names: Sequence[str]) -> list[Quantity]:
-        """One for each optimizer beside the one of the whole update."""
+        """One for each optimizer, in addition to the one for the whole update."""
         if self.optimizer is not None:
             return [self]
         each = [dataclasses.replace(self, name=f"{self.name}_{name}", optimizer=name) for name in names]
@@ -85,7 +85,7 @@ class Alpha(Quantity):
         """Alpha, its status, and the observations behind it.
 
         Raises:
-            ValueError: If there is no such optimizer.
+            ValueError: If the optimizer does not exist.
         """
         if self.optimizer is not None and not model.optimizers.get(self.optimizer):
             known = [name for name, held in model.optimizers.items() if held]
@@ -147,7 +147,7 @@ class Alpha(Quantity):
         if totals["inputs_changed"]:
             alpha, status = np.nan, "inputs_changed"
             means[2], variances[2] = np.nan, np.nan
-        elif totals["skipped"] and norm == 0:  # of several optimizers, one may be skipped
+        elif totals["skipped"] and norm == 0:  # with several optimizers, one may be skipped
             alpha, status = np.nan, "step_skipped"
         elif totals["interrupted"]:
             alpha, status = np.nan, "interrupted"
@@ -209,7 +209,7 @@ def fit_alpha(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[fl
 
 
 def fit_slopes(means: np.ndarray, variances: np.ndarray, norm: float) -> tuple[float, str]:
-    """Alpha and its status from the slopes at both ends alone; arguments as for `fit_alpha`."""
+    """Alpha and its status from only the slopes at both ends; arguments as for `fit_alpha`."""
     if norm == 0:
         return -1.0, "no_step"
     start, end = means[2:]

@@ -1,7 +1,7 @@
-"""What every quantity is: sums that ranks add, and a formula on the total.
+"""The base class of quantities: sums that are added over ranks, and a formula on the totals.
 
 A quantity never communicates and never touches a model. ``local`` turns this rank's part of the pooled batch into
-named sums; they are added over ranks; ``finalize`` turns the totals into a row. To add one, write these two and
+named sums; these are added over ranks; ``finalize`` turns the totals into a row. To add a quantity, write these two and
 ``group``, which says what the row looks like.
 """
 
@@ -24,22 +24,22 @@ from distcockpit.schedules import Schedule
 from distcockpit.store.schema import NAME, Group, Row
 
 Sums = Mapping[str, Tensor | ReplicatedValue]
-"""What one rank contributes, by name: tensors, whose total over ranks is their sum, in float64, and facts. Names and
-shapes must be the same on all ranks, also on one without samples."""
+"""What one rank contributes, by name: tensors, which are summed over ranks in float64, and replicated values. Names and
+shapes must be the same on all ranks, including ranks without samples."""
 
 Totals = Mapping[str, np.ndarray]
-"""The same after adding up, as float64 arrays."""
+"""The same after summing over ranks, as float64 arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity(ABC):
-    """Something that is tracked. Abstract; every option of a concrete quantity is a field.
+    """Something to track. Abstract; every option of a concrete quantity is a dataclass field.
 
     Args:
-        name: Name of the group in the store; the class in snake case by default.
-        schedule: Steps to track; the cockpit's own schedule by default.
-        required: Whether it is an error where the loop or the model cannot have it. Quantities of a preset are not:
-            they are NaN then, and one notice says why.
+        name: Name of the group in the store; by default the class name in snake case.
+        schedule: Steps to track; by default the cockpit's schedule.
+        required: Raise an error if the loop or the model does not support it. Quantities from a preset are not
+            required: they are NaN in that case, and one notice says why.
     """
 
     name: str = ""
@@ -48,8 +48,8 @@ class Quantity(ABC):
 
     source: ClassVar[str] = ""
     remembers_samples: ClassVar[bool] = False
-    """True if ``memory`` is about this rank's own samples. A resumed run then takes each rank's; otherwise rank 0's is
-    given to all."""
+    """True if ``memory`` depends on this rank's own samples. A resumed run then restores each rank's own; otherwise all
+    ranks get rank 0's."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -72,18 +72,18 @@ class Quantity(ABC):
 
     @property
     def reads_totals(self) -> bool:
-        """True if ``learn`` must see the latest total before the next ``statistics``."""
+        """True if ``learn`` must see the latest totals before the next ``statistics``."""
         return False
 
     def with_schedule(self, schedule: Schedule) -> Quantity:
-        """This quantity, with ``schedule`` where it has none of its own."""
+        """This quantity, with ``schedule`` if it has none of its own."""
         return self if self.schedule is not None else dataclasses.replace(self, schedule=schedule)
 
     def for_optimizers(self, names: Sequence[str]) -> list[Quantity]:
-        """This quantity and those that belong to it where a model has several optimizers.
+        """This quantity, and those that come with it if there are several optimizers.
 
         Args:
-            names: Of the optimizers.
+            names: Names of the optimizers.
         """
         return [self]
 
@@ -92,7 +92,7 @@ class Quantity(ABC):
         return self.schedule is not None and bool(self.schedule(step))
 
     def touches(self, step: int) -> bool:
-        """True if ``step`` must be tracked for this quantity: its own steps, and those at which an update ends."""
+        """True if ``step`` must be tracked for this quantity: its own steps, and steps at which an update ends."""
         return self.starts(step) or (self.ends_updates and step > 0 and self.starts(step - 1))
 
     @cached_property
@@ -105,7 +105,7 @@ class Quantity(ABC):
         """What a row looks like in the store; description, source and options are added to its attributes."""
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
-        """Accumulators to be fed with this step's individual gradients, by name."""
+        """Accumulators to feed with this step's individual gradients, by name."""
         return {}
 
     @abstractmethod
@@ -113,56 +113,56 @@ class Quantity(ABC):
         """This rank's additive part.
 
         Args:
-            batch: This rank's part of the pooled batch; it may hold no sample.
-            memory: Belongs to this quantity and lasts from step to step, also over a checkpoint with the cockpit's
-                state: tensors, numbers, texts and containers of them.
+            batch: This rank's part of the pooled batch; it may have no samples.
+            memory: Belongs to this quantity and persists from step to step, and across checkpoints with the cockpit's
+                state: tensors, numbers, strings and containers of them.
         """
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
         """What to keep of an output of a leaf module; for quantities that need outputs.
 
-        It is called in the forward pass, because modules that work in place overwrite outputs.
+        It is called during the forward pass, because in-place modules overwrite outputs.
 
         Args:
             output: The first floating-point tensor that the module returned.
-            has_batch_axis: Whether its first axis is the batch, brought there from wherever it was.
+            has_batch_axis: True if its first axis is the batch axis (moved there from wherever it was).
         """
         raise NotImplementedError(f"{type(self).__name__} needs outputs, so it must define observe().")
 
     def observed_layers(self, leaves: Mapping[str, bool]) -> Iterable[str]:
-        """Of which leaf modules it observes outputs; all, if it does not say.
+        """The leaf modules whose outputs it observes; by default all.
 
         Args:
-            leaves: Their names, and whether each is an activation.
+            leaves: Their names, each with True if it is an activation.
         """
         return leaves
 
     def sizes(self, observed: Observed) -> Mapping[str, int]:
-        """Lengths of sums that are known only when outputs are there, by name; for quantities that need output sizes.
+        """Lengths of sums that depend on the outputs, by name; for quantities that need output sizes.
 
-        Ranks compare them at the first tracked step; ``LocalBatch.sizes`` holds what they agree on.
+        Ranks compare them at the first tracked step; ``LocalBatch.sizes`` holds what they agreed on.
         """
         return {}
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
-        """Facts of the optimizer's step that began at ``step``; on rank 0, for quantities that need the displacement.
+        """Facts about the optimizer step that began at ``step``; on rank 0, for quantities that need the displacement.
 
         Args:
             step: The step t.
-            d: ``theta_{t+1} - theta_t`` by parameter, in the parameters' own type, at least float32.
-            memory: Belongs to this quantity and lasts from step to step.
+            d: ``theta_{t+1} - theta_t`` by parameter, in the parameter's dtype, at least float32.
+            memory: Belongs to this quantity and persists from step to step.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the displacement, so it must define displacement().")
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:
-        """Take what the next step needs from the totals; every rank does."""
+        """Take what the next step needs from the totals; called on every rank."""
 
     @abstractmethod
     def finalize(self, totals: Totals, n: int) -> Row | None:
         """The row, from the totals over ranks and N; ``None`` if this step has no row."""
 
     def notice(self, row: Row, model: Model) -> str | None:
-        """What someone who does not look at the store should hear; ``None`` if all is well. Logged when it changes."""
+        """A message for users who do not look at the store; ``None`` if all is well. Logged when it changes."""
         return None
 
     def options(self) -> dict[str, str]:
@@ -171,7 +171,7 @@ class Quantity(ABC):
         return {name: _text(getattr(self, name)) for name in told}
 
     def described_group(self, model: Model) -> Group:
-        """The group, with what the quantity says of itself."""
+        """The group, with the quantity's own attributes."""
         group = self.group(model)
         return dataclasses.replace(group, attributes={**self.attributes(), **group.attributes})
 
@@ -194,7 +194,7 @@ def snake_case(name: str) -> str:
 
 
 def _text(value: object) -> str:
-    """A text that is the same on all ranks: functions by name, not by address, sets in order; also inside others."""
+    """A string that is the same on all ranks: functions by name, not by address, sets sorted; also when nested."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f"{f.name}={_text(getattr(value, f.name))}" for f in dataclasses.fields(value))
         return f"{type(value).__name__}({', '.join(fields)})"

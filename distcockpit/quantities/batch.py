@@ -1,4 +1,4 @@
-"""What a quantity sees: facts about the model, and this rank's part of the pooled batch of a tracked step."""
+"""What a quantity sees: facts about the model, and this rank's part of the pooled batch at a tracked step."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from distcockpit.gradients.uses import label
 
 @dataclass(frozen=True)
 class Needs:
-    """What a quantity asks of the tracked step, beside its own statistics over individual gradients.
+    """What a quantity needs from the tracked step, in addition to its own statistics over individual gradients.
 
     Args:
         loss: The pooled loss.
         losses: Individual losses.
         mean_gradient: The pooled mean gradient G, and this rank's part of it.
         squared_norms: The sums of ``|g_i|^2``, by parameter.
-        projections: ``<g_i, G>`` of every sample; brings G as well.
+        projections: ``<g_i, G>`` of every sample; includes G.
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
         curvature: A diagonal of the curvature.
         pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
         trace: Estimates of traces of the curvature.
         eigenvalue: An eigenvalue of the pooled Hessian.
-        outputs: Outputs of the leaf modules, by way of :meth:`Quantity.observe`.
-        output_sizes: Sums whose length depends on outputs, by way of :meth:`Quantity.sizes`.
+        outputs: Outputs of the leaf modules, via :meth:`Quantity.observe`.
+        output_sizes: Sums whose length depends on outputs, via :meth:`Quantity.sizes`.
         output_gradients: Gradients at the outputs of all leaf modules.
-        update: The step of the optimizer that began at the previous tracked step, seen from the batches at both ends.
-        displacement: The step of the optimizer itself, by way of :meth:`Quantity.displacement`.
+        update: The optimizer step that began at the previous tracked step, as seen from the batches at both ends.
+        displacement: The optimizer step itself, via :meth:`Quantity.displacement`.
         initial: The parameters at the first call of `track`, on rank 0.
         optimizer: The parameter groups and learning rates of the optimizer.
-        averaged: What ``.grad`` holds when `track` ends, and what it would hold after a plain average over ranks.
+        averaged: What ``.grad`` holds when `track` ends, and what it would hold after plain averaging over ranks.
     """
 
     loss: bool = False
@@ -67,7 +67,7 @@ class Needs:
 
     @property
     def second_order(self) -> bool:
-        """True if the step is run again, for curvature."""
+        """True if the step is re-run, for curvature."""
         return any(each is not None for each in (self.curvature, self.trace, self.eigenvalue))
 
 
@@ -78,11 +78,11 @@ class Model:
     shapes: Mapping[str, tuple[int, ...]]  # of the tracked parameters, by name
     leaves: Mapping[str, bool] = field(default_factory=dict)  # tracked leaf modules -> whether it is an activation
     layers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # layers -> tracked parameters, each in one
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # NumPy names of the tracked parameters' types
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # NumPy dtype names of the tracked parameters
     every_parameter: Sequence[str] = ()  # names of all parameters, tracked or not
     parameter_groups: Mapping[str, int] = field(default_factory=dict)  # tracked parameters -> group of the optimizer
     n_parameter_groups: int = 0
-    optimizers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of several: name -> tracked parameters
+    optimizers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # if several: name -> tracked parameters
     world_size: int = 1
 
     @property
@@ -102,7 +102,7 @@ class Model:
 
     @property
     def parts_of_updates(self) -> list[Sequence[str]]:
-        """The tracked parameters that move together: those of each optimizer, and what none of several holds."""
+        """The tracked parameters that move together: those of each optimizer, and those that no optimizer holds."""
         if not self.optimizers:
             return [self.parameters]
         held = {name for names in self.optimizers.values() for name in names}
@@ -134,7 +134,7 @@ class ByParameter(Mapping[str, Tensor]):
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def replace(self, parts: Mapping[str, Tensor]) -> None:
-        """Have other tensors of some parameters."""
+        """Replace the tensors of some parameters."""
         self._parts |= parts
         vars(self).pop("flat", None)
 
@@ -149,17 +149,17 @@ class ByParameter(Mapping[str, Tensor]):
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
-    """Of two tensors of one type, in at least float32."""
+    """The difference of two tensors of the same dtype, in at least float32."""
     kind = torch.promote_types(after.dtype, torch.float32)
     return after.detach().to(kind) - before.detach().to(kind)
 
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer's step d = theta_{t+1} - theta_t, seen from the batches at both ends; this rank's part.
+    """The optimizer step d = theta_{t+1} - theta_t, as seen from the batches at both ends; this rank's part.
 
-    Projections are float64 ``[K, B]``: ``<g_i, d_k> / |d|`` of this rank's samples, for each of the K parts of d that
-    ``Model.parts_of_updates`` tells; they add up to that on d.
+    Projections are float64 ``[K, B]``: ``<g_i, d_k> / |d|`` of this rank's samples, for each of the K parts of d from
+    ``Model.parts_of_updates``; they add up to the projection on d.
     """
 
     norm: Tensor  # float64, a number: |d|
@@ -171,7 +171,7 @@ class Update:
     start_n: int  # samples of all ranks at the start
     inputs_changed: bool  # whether kept inputs of the start were overwritten before the projection
     skipped: bool  # whether the gradient scaler skipped the optimizer's step
-    interrupted: bool = False  # whether the run was interrupted in between, and what it began with is lost
+    interrupted: bool = False  # whether the run was interrupted in between, so that its start is lost
 
     def ending(self, end_slopes: Tensor) -> Update:
         """The same update, with the projections of the batch at its end."""
@@ -182,36 +182,36 @@ class Update:
 class Shard:
     """This rank's range of the pooled element-wise vectors, flattened over the tracked parameters; float64.
 
-    The ranges of all ranks together hold every element once. What no quantity asked for is empty.
+    Together, the ranges of all ranks hold every element once. Vectors that no quantity asked for are empty.
     """
 
-    mean: Tensor  # G; with one of the others
+    mean: Tensor  # G; only together with one of the others
     squares: Tensor  # sum_i g_i^2
     curvature: Mapping[Curvature, Tensor]  # h
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """The gradient that the optimizer gets, before clipping, in the scale in which it is accumulated."""
+    """The gradient that the optimizer gets, before clipping, in the scale in which it was accumulated."""
 
     held: ByParameter  # float64: what the step added to .grad on this rank
-    plain: ByParameter  # float64: the mean over ranks of what autograd gave each
+    plain: ByParameter  # float64: the mean over ranks of each rank's autograd gradient
     factor: Tensor  # float64, a number: this rank's part of the scale, held / factor is in units of G
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where this rank's time went, in seconds; NaN where it is not known; and what it exchanged."""
+    """Where this rank's time went, in seconds (NaN if unknown), and what it exchanged."""
 
     elapsed: float  # since the construction of the cockpit
     step: float  # from the end of the previous backward pass to the end of this one
-    outside: float  # of it, between the `track` of the previous step and that of this one: data, optimizer
-    track: float  # of it, inside `track`: forward and backward
-    forward: float  # of it, in the forward of the model
+    outside: float  # part of it, between the `track` of the previous step and this one: data, optimizer
+    track: float  # part of it, inside `track`: forward and backward
+    forward: float  # part of it, in the forward pass of the model
     wait: float  # in the exchanges before the sums, for the other ranks
-    cockpit: float  # in the cockpit's own work for this step up to the sums, the wait left out
-    exchanges: int  # collectives since the previous tracked step came this far
-    exchanged_bytes: int  # what this rank handed to them
+    cockpit: float  # in the cockpit's own work for this step up to the sums, without the wait
+    exchanges: int  # collectives since the same point of the previous tracked step
+    exchanged_bytes: int  # what this rank passed to them
 
 
 Observed = Sequence[Sequence[tuple[str, Tensor]]]
@@ -220,7 +220,7 @@ Observed = Sequence[Sequence[tuple[str, Tensor]]]
 
 @dataclass(frozen=True)
 class ReplicatedValue:
-    """Something that all ranks hold alike: told by rank 0, not sent. Other ranks hold ``None``."""
+    """A value that is the same on all ranks: taken from rank 0, not sent. Other ranks hold ``None``."""
 
     value: Tensor | None
 
@@ -242,7 +242,7 @@ ASKED_FOR = {
     "learning_rates": ("optimizer",),
     "averaged": ("averaged",),
 }
-"""Which needs (any of them) bring which attribute of a `LocalBatch`."""
+"""Which needs (any of them) provide which attribute of a `LocalBatch`."""
 
 
 @cache
@@ -252,9 +252,9 @@ def _not_asked_for(needs: Needs) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's part of the pooled batch of a tracked step. Everything is scaled to the pooled meaning.
+    """This rank's part of the pooled batch at a tracked step. Everything is scaled for the pooled batch.
 
-    To read what was not asked for (``Quantity.needs``) is an error that names the need.
+    Reading an attribute that was not requested (``Quantity.needs``) is an error that names the missing need.
     """
 
     model: Model
@@ -263,24 +263,24 @@ class LocalBatch:
     local_n: int  # B_r
     rank: int
     world_size: int
-    loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if it is not known
-    losses: Tensor  # float64 [B_r]: l_i; zeros where they are not known
+    loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if unknown
+    losses: Tensor  # float64 [B_r]: l_i; zeros if unknown
     losses_known: bool
-    has_gradients: bool  # whether samples have gradients of their own; where they have none, these are NaN
+    has_gradients: bool  # whether samples have individual gradients; if not, these are NaN
     parameters: Mapping[str, Tensor]
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    mean_gradient: ByParameter  # the pooled G, by parameter, float64; float32 where autograd gave it so to one process
-    part_of_mean: ByParameter  # of this rank: (1/N) sum_i g_i over its samples, by parameter, at least float32
+    mean_gradient: ByParameter  # the pooled G, by parameter, float64; or float32 from autograd in a single process
+    part_of_mean: ByParameter  # this rank's (1/N) sum_i g_i over its samples, by parameter, at least float32
     mean_squared: Tensor  # float64 [parameters]: |G|^2
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>
     shard: Shard
     observed: Observed
-    sizes: Mapping[str, int]  # what `sizes` said on all ranks that said anything; 0 where they differ
+    sizes: Mapping[str, int]  # what `sizes` returned on all ranks that returned anything; 0 where they differ
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
-    backward: Sequence[tuple[str, Tensor]]  # gradients at outputs of layers with parameters, as the backward met them
+    backward: Sequence[tuple[str, Tensor]]  # output gradients of layers with parameters, in backward order
     curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
     traces: Mapping[TraceEstimate, Tensor]  # this rank's part of the pooled estimates, float64 [samples, parameters]
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
@@ -296,13 +296,13 @@ class LocalBatch:
         raise AttributeError(f"batch.{name} is only available to quantities with Needs({need[0]}=...).")
 
     def for_quantity(self, needs: Needs, **its_own: Any) -> LocalBatch:
-        """The same, as a quantity with these needs sees it.
+        """The same batch, as seen by a quantity with these needs.
 
         Args:
-            needs: What it may read.
+            needs: What the quantity may read.
             its_own: Attributes that differ between quantities.
         """
-        seen = object.__new__(type(self))  # copy.copy takes five times as long
+        seen = object.__new__(type(self))  # copy.copy is five times slower
         vars(seen).update(vars(self), **its_own)
         for name in _not_asked_for(needs):
             del vars(seen)[name]
@@ -311,7 +311,7 @@ class LocalBatch:
     def replicated(
         self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray
     ) -> ReplicatedValue:
-        """A value that all ranks hold alike: rank 0 stores its own, and nothing is sent.
+        """A value that is the same on all ranks: rank 0 stores its own, and nothing is sent.
 
         Args:
             value: A number or an array, or a function that returns one, which is called on rank 0 only.
@@ -329,7 +329,7 @@ class LocalBatch:
 
     @property
     def known_losses(self) -> Tensor:
-        """The individual losses, NaN where they are not known; float64 ``[B_r]``."""
+        """The individual losses, NaN where unknown; float64 ``[B_r]``."""
         return self.losses if self.losses_known else torch.full_like(self.losses, torch.nan)
 
     def vector(self, values: Sequence[Tensor | float]) -> Tensor:
@@ -341,7 +341,7 @@ class LocalBatch:
         return torch.stack(parts)
 
     def slot(self, value: Tensor | float) -> Tensor:
-        """A fact of this rank, as a sum: ``[world_size, *value.shape]``, zero in the slots of the others."""
+        """A value of this rank, as a sum: ``[world_size, *value.shape]``, zero in the slots of the other ranks."""
         device = next(iter(self.parameters.values())).device
         own = torch.as_tensor(value, dtype=torch.float64, device=device)
         slots = own.new_zeros(self.world_size, *own.shape)
@@ -349,7 +349,7 @@ class LocalBatch:
         return slots
 
     def collected(self, values: Tensor, index: Sequence[int], size: int) -> Tensor:
-        """Sums of the values that have the same index: ``[size]``, from ``values [k]`` and ``index [k]``."""
+        """Sums of the values with the same index: ``[size]``, from ``values [k]`` and ``index [k]``."""
         return values.new_zeros(size).index_add_(0, torch.tensor(index, device=values.device), values)
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:

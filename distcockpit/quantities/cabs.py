@@ -21,8 +21,8 @@ class CABS(Quantity):
 
     Balles, Romero and Hennig 2017, "Coupling Adaptive Batch Sizes with Learning Rates", arXiv:1612.05086, Eq. 22. In
     samples. Derived for SGD without momentum and for losses whose minimum is zero; computed for any optimizer. Each
-    parameter group has its own learning rate and its own value; ``cabs`` is their sum, which is the formula where all
-    rates are equal. Parameters that the optimizer does not hold do not count. NaN for N = 0.
+    parameter group has its own learning rate and its own value; ``cabs`` is their sum, which equals the formula if all
+    rates are equal. Parameters that are not in the optimizer do not count. NaN for N = 0.
     """
 
     source: ClassVar[str] = "Balles et al. 2017, arXiv:1612.05086, Eq. 22"
@@ -33,7 +33,7 @@ class CABS(Quantity):
         return Needs(loss=True, mean_gradient=True, squared_norms=True, optimizer=True)
 
     def group(self, model: Model) -> Group:
-        """The whole, and a value per parameter group."""
+        """The total, and a value per parameter group."""
         remark = "derived for SGD without momentum; computed for any optimizer"
         fields = {
             "cabs": Field((), "batch size suggested by CABS", "samples", remark),
@@ -42,7 +42,7 @@ class CABS(Quantity):
         return Group(fields, {"param_group": model.n_parameter_groups})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """S2 per parameter group and the sum of the losses, of this rank; G and the learning rates."""
+        """This rank's S2 per parameter group and sum of losses; G and the learning rates."""
         size = batch.model.n_parameter_groups
         index = [batch.model.parameter_groups.get(name, size) for name in batch.parameters]  # size: in no group
         return {

@@ -16,15 +16,15 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionError(Quantity):
-    r"""Relative distance of the gradient that DDP hands to the optimizer from the pooled mean gradient.
+    r"""Relative distance between the gradient that DDP passes to the optimizer and the pooled mean gradient.
 
     $$\frac{\|\hat g - G\|}{\|G\|}, \qquad \frac{\|\hat g - \bar g\|}{\|\bar g\|}$$
 
-    $\hat g$ is what the step left in ``.grad``, after communication hooks (fp16, PowerSGD), without the factors on the
-    loss, as it is when `track` ends: clip gradients after it. $G$ is the pooled mean gradient, $\bar g$ the mean over
-    ranks of their own mean gradients, which DDP takes without a hook: with unequal batches these two differ. So
-    ``error`` is all that the optimizer's gradient is off, and ``hook_error`` the hook's part of it. Unitless; some 1e-7
-    without a hook and with equal batches, NaN where the gradient is zero.
+    $\hat g$ is what the step left in ``.grad`` when `track` ends, after communication hooks (fp16, PowerSGD), without
+    the factors on the loss; so clip gradients after `track`. $G$ is the pooled mean gradient, $\bar g$ the mean over
+    ranks of their own mean gradients, which is what DDP computes without a hook: with unequal batches these two differ.
+    So ``error`` is the total error of the optimizer's gradient, and ``hook_error`` the hook's share of it. Unitless;
+    about 1e-7 without a hook and with equal batches, NaN where the gradient is zero.
 
     Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
     arXiv:1905.13727.
@@ -38,7 +38,7 @@ class CompressionError(Quantity):
         return Needs(mean_gradient=True, averaged=True)
 
     def group(self, model: Model) -> Group:
-        """Both distances per parameter and of the whole, and the angle."""
+        """Both distances, per parameter and overall, and the angle."""
         fields = {
             "error": Field(("parameter",), "relative distance of DDP's gradient from the pooled one"),
             "total": Field((), "relative distance of DDP's whole gradient from the pooled one"),
@@ -49,7 +49,7 @@ class CompressionError(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Inner products of what all ranks with samples hold alike, and this rank's part of the scale."""
+        """Inner products that are the same on all ranks with samples, and this rank's part of the scale."""
         averaged = batch.averaged
         assert averaged is not None
         held, plain = averaged.held, averaged.plain

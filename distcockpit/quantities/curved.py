@@ -1,4 +1,4 @@
-"""What quantities of curvature have in common: which curvature, and its traces."""
+"""What curvature quantities have in common: which curvature, and its traces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distcockpit.quantities.batch import LocalBatch, Needs
 
 @dataclass(frozen=True, kw_only=True)
 class OfCurvature(Quantity, ABC):
-    """A quantity of the diagonal of the curvature of the pooled loss.
+    """A quantity based on the diagonal of the curvature of the pooled loss.
 
     Args:
         curvature: ``"diag_h"``: the Hessian; ``"diag_ggn_exact"``: the generalised Gauss-Newton matrix;
             ``"diag_ggn_mc"``: its Monte-Carlo estimate, with draws that differ between ranks.
         mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
-        seed: Base of the seeds of these draws. The global random state stays as it was.
+        seed: Base seed of these draws. The global random state is not changed.
     """
 
     curvature: str = "diag_h"
@@ -56,7 +56,7 @@ class OfCurvature(Quantity, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class OfTraces(OfCurvature, ABC):
-    """A quantity of traces of the curvature, which may be estimated instead.
+    """A quantity based on traces of the curvature, which may also be estimated.
 
     Args:
         samples: Random vectors for the estimates, at least 1; each costs a product with the matrix.
@@ -72,7 +72,7 @@ class OfTraces(OfCurvature, ABC):
 
     @property
     def estimate(self) -> TraceEstimate | None:
-        """Which estimate; ``None`` where the traces are those of a diagonal."""
+        """Which estimate; ``None`` if the traces are those of a diagonal."""
         return TraceEstimate(self.curvature, self.samples, self.seed) if self.curvature in MATRICES else None
 
     @property
@@ -81,7 +81,7 @@ class OfTraces(OfCurvature, ABC):
         return Needs(curvature=self.diagonal) if self.estimate is None else Needs(trace=self.estimate)
 
     def traces(self, batch: LocalBatch) -> Tensor:
-        """This rank's part of the traces, float64 ``[draws, parameters]``; one draw where they are exact."""
+        """This rank's part of the traces, float64 ``[draws, parameters]``; one draw if they are exact."""
         if self.estimate is not None:
             return batch.traces[self.estimate]
         diagonal = batch.curvature[self.diagonal]

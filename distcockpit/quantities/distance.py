@@ -1,4 +1,4 @@
-"""Distance of the parameters from where they began."""
+"""Distance of the parameters from their initial values."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STATUS = ("measured", "start_unknown")
 class Distance(Quantity):
     r"""Euclidean distance of the parameters from their values at the first call of ``track``.
 
-    $\|\theta_t - \theta_0\|$, per parameter and of the whole. In units of the parameters. Rank 0 keeps a copy of the
-    tracked parameters. NaN, and ``status`` says so, in a run that was resumed without the state of the cockpit: where
-    the parameters began is not known then.
+    $\|\theta_t - \theta_0\|$, per parameter and overall. In units of the parameters. Rank 0 keeps a copy of the tracked
+    parameters. NaN, with a ``status``, in a run that was resumed without the cockpit's state: the initial values are
+    then unknown.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
 
     @property
     def needs(self) -> Needs:
-        """The first parameters."""
+        """The initial parameters."""
         return Needs(initial=True)
 
     def group(self, model: Model) -> Group:
-        """A distance per parameter, and that of the whole."""
+        """A distance per parameter, and the overall distance."""
         fields = {
             "distance": Field(("parameter",), "distance from initialisation", "parameter"),
             "total": Field((), "distance of all parameters from initialisation", "parameter"),

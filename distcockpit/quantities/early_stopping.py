@@ -14,7 +14,7 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping(Quantity):
-    r"""Evidence-based early-stopping criterion: above zero the gradient is what noise alone would give.
+    r"""Evidence-based early-stopping criterion: above zero, the gradient is indistinguishable from noise.
 
     $$1 - \frac{N}{D}\sum_d \frac{G_d^2}{v_d + \epsilon}, \qquad v_d = \frac{\sum_i g_{i,d}^2 - N G_d^2}{N - 1}$$
 

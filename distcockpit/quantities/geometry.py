@@ -1,4 +1,4 @@
-"""Norms and directions of vectors over time: what gradients and updates of parameters share."""
+"""Norms and directions of vectors over time, shared by gradients and updates of parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PREVIOUS = Field((), "previous tracked step", description="-1: there was none", 
 
 
 def compared(step: int, now: Mapping[str, Tensor], squares: Tensor, memory: dict[str, Any]) -> Tensor:
-    """Facts about vectors and their predecessors, which ``memory`` keeps: float64 ``[3 parameters + 1]``.
+    """Compare vectors with their predecessors, which ``memory`` keeps: float64 ``[3 parameters + 1]``.
 
-    Squared norms, squared norms before, inner products of both, and the step before (-1: none).
+    Squared norms, previous squared norms, inner products of the two, and the previous step (-1: none).
 
     Args:
         step: This step.
         now: The vectors, by parameter.
         squares: Their squared norms, float64 ``[parameters]``.
-        memory: Of the quantity.
+        memory: The quantity's memory.
     """
     last = squares.new_tensor([memory.get("step", -1)])
     before, squares_before = memory.get("before", now), memory.get("squares", squares)

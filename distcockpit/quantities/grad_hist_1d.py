@@ -33,14 +33,14 @@ class GradHist1d(Quantity):
     r"""Histogram of the N P elements $g_{i,d}$ of all individual gradients of the pooled batch.
 
     Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep Neural Networks",
-    arXiv:2102.06604, section 3.2. Bins are half-open, the last one closed. What lies outside the range, infinities
-    included, is counted in the edge bins; ``counts`` and ``nan`` add up to N P. Every row holds its edges.
+    arXiv:2102.06604, section 3.2. Bins are half-open, the last one closed. Values outside the range, infinities
+    included, are counted in the edge bins; ``counts`` and ``nan`` add up to N P. Every row stores its edges.
 
     Args:
         bins: Number of bins, at least 1.
-        range: Ends of the first and the last bin.
-        adapt: A :class:`GradAbsMax` lets the range follow the gradients; every rank then waits, before its next
-            histogram, for the total of the step that was measured.
+        range: Lower and upper end of the bins.
+        adapt: A :class:`GradAbsMax` adapts the range to the gradients; every rank then waits, before its next
+            histogram, for the totals of the measured step.
     """
 
     bins: int = 100
@@ -59,11 +59,11 @@ class GradHist1d(Quantity):
 
     @property
     def reads_totals(self) -> bool:
-        """With an adaptation."""
+        """True with an adaptive range."""
         return self.adapt is not None
 
     def with_schedule(self, schedule: Schedule) -> Quantity:
-        """The adaptation takes over the schedule as well."""
+        """The adaptation gets the schedule as well."""
         mine = self.schedule or schedule
         return dataclasses.replace(self, schedule=mine, adapt=with_schedule(self.adapt, mine))
 
@@ -72,7 +72,7 @@ class GradHist1d(Quantity):
         return self.starts(step) or self._axis.measures(step)
 
     def group(self, model: Model) -> Group:
-        """Counts, edges, and what was not within them."""
+        """Counts, edges, and how many elements were outside of them."""
         fields = {
             "counts": Field(("bin",), "individual gradient elements", "elements", dtype="int64"),
             "edges": Field(("edge",), "bin edges of gradient elements", "loss / parameter"),
@@ -84,7 +84,7 @@ class GradHist1d(Quantity):
         return Group(fields, {"bin": self.bins, "edge": self.bins + 1})
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
-        """The histogram, and the largest element where it is measured."""
+        """The histogram, and the largest element at steps that measure it."""
         wanted = self._axis.statistic(step)
         if self.starts(step):
             wanted["histogram"] = Histogram1d(self._axis.edges(memory))

@@ -34,13 +34,13 @@ class GradHist2d(Quantity):
     r"""Histogram of the N P pairs $(g_{i,d}, \theta_d)$ of an individual gradient element and its parameter.
 
     Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep Neural Networks",
-    arXiv:2102.06604, section 3.2. Bins are half-open, the last one closed, on both axes, and what lies outside is
-    counted in the edge bins. ``counts`` and ``nan`` (pairs with a NaN in either place) add up to N P.
+    arXiv:2102.06604, section 3.2. Bins are half-open, the last one closed, on both axes, and values outside are counted
+    in the edge bins. ``counts`` and ``nan`` (pairs with a NaN in either place) add up to N P.
 
     Args:
         bins: Number of bins, (gradient, parameter).
-        range: Ends of the bins, (gradient, parameter).
-        adapt: ``(GradAbsMax(...) or None, ParamAbsMax(...) or None)`` let the ranges follow the data.
+        range: Lower and upper end of the bins, (gradient, parameter).
+        adapt: ``(GradAbsMax(...) or None, ParamAbsMax(...) or None)`` adapt the ranges to the data.
         keep_individual: Store one histogram per parameter as well.
     """
 
@@ -70,11 +70,11 @@ class GradHist2d(Quantity):
 
     @property
     def reads_totals(self) -> bool:
-        """With an adaptation."""
+        """True with an adaptive range."""
         return any(axis.adapt is not None for axis in self._axes)
 
     def with_schedule(self, schedule: Schedule) -> Quantity:
-        """The adaptations take over the schedule as well."""
+        """The adaptations get the schedule as well."""
         mine = self.schedule or schedule
         gradient, parameter = self.adapt
         adapt = (with_schedule(gradient, mine), with_schedule(parameter, mine))
@@ -85,7 +85,7 @@ class GradHist2d(Quantity):
         return self.starts(step) or any(axis.measures(step) for axis in self._axes)
 
     def group(self, model: Model) -> Group:
-        """Counts, edges, and what was not within them, on both axes."""
+        """Counts, edges, and how many elements were outside of them, on both axes."""
         gradient, parameter = self._axes
         counts = Field(("grad_bin", "param_bin"), "pairs of gradient element and parameter", "pairs", dtype="int64")
         fields = {
@@ -110,7 +110,7 @@ class GradHist2d(Quantity):
         return Group(fields, sizes)
 
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
-        """The histogram, and the largest gradient element where it is measured."""
+        """The histogram, and the largest gradient element at steps that measure it."""
         gradient, parameter = self._axes
         wanted = gradient.statistic(step)
         if self.starts(step):

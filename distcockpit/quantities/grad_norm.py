@@ -14,10 +14,10 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class GradNorm(Quantity):
-    r"""Euclidean norm of the mean gradient G of the pooled batch, per parameter and of the whole.
+    r"""Euclidean norm of the mean gradient G of the pooled batch, per parameter and overall.
 
-    In units of loss per parameter. G is the mean over all samples, which DDP's ``p.grad`` is not when batches are
-    unequal, and not clipped. NaN for N = 0.
+    In units of loss per parameter. G is the mean over all samples, which DDP's ``p.grad`` is not if batches are
+    unequal; it is not clipped. NaN for N = 0.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
@@ -28,7 +28,7 @@ class GradNorm(Quantity):
         return Needs(mean_gradient=True)
 
     def group(self, model: Model) -> Group:
-        """A norm per parameter, and that of the whole."""
+        """A norm per parameter, and the overall norm."""
         fields = {
             "grad_norm": Field(("parameter",), "norm of the mean gradient", "loss / parameter"),
             "total": Field((), "norm of the whole mean gradient", "loss / parameter"),

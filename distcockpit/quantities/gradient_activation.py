@@ -17,12 +17,12 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class GradientActivation(Quantity):
-    r"""Share of the elements of each parameter with a gradient, and share of its neurons without any.
+    r"""Share of each parameter's elements that have a gradient, and share of its neurons that have none.
 
     An element is active if $|G_d| > \epsilon$ for the pooled mean gradient; a neuron, which is one index of the
-    parameter's first axis, is dead if none of its elements is active. The gradient-activation lens of monitorch for the
-    gradient of the pooled batch: a neuron that is dead on each rank's own batch may be alive in the whole. Shares of 1;
-    NaN for N = 0.
+    parameter's first axis, is dead if none of its elements is active. This is the gradient-activation lens of
+    monitorch, for the gradient of the pooled batch: a neuron that is dead on some rank's own batch may be alive in the
+    pooled batch. Shares between 0 and 1; NaN for N = 0.
 
     Args:
         epsilon: Magnitude up to which a gradient counts as zero, at least 0.

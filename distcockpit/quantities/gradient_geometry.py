@@ -15,7 +15,7 @@ from distcockpit.store.schema import Field, Group, Row
 class GradientGeometry(Quantity):
     r"""Norm of the pooled mean gradient G of each parameter, and its cosine with that of the previous tracked step.
 
-    The parameter-gradient lens of monitorch for the gradient of the pooled batch. A cosine near -1 shows oscillation.
+    The parameter-gradient lens of monitorch, for the gradient of the pooled batch. A cosine near -1 means oscillation.
     Norms are in units of loss per parameter; cosines are NaN at the first tracked step and where a gradient is zero.
     Rank 0 keeps a copy of G.
     """
@@ -37,7 +37,7 @@ class GradientGeometry(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Norms and inner products, which all ranks could know."""
+        """Norms and inner products, which are the same on all ranks."""
         return {
             "compared": batch.replicated(lambda: compared(batch.step, batch.mean_gradient, batch.mean_squared, memory))
         }

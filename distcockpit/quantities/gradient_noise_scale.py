@@ -23,16 +23,16 @@ class GradientNoiseScale(Quantity):
       \operatorname{tr}\Sigma \approx V = \frac{\sum_i \|g_i\|^2 - N\|G\|^2}{N-1}, \qquad
       |\mathcal G|^2 \approx \|G\|^2 - V/N$$
 
-    from individual gradients, whole and per layer; and from the batch gradients $G_r$ of the R ranks that hold
-    samples, by the analysis of variance, exact for unequal batches:
+    from individual gradients, overall and per layer; and from the batch gradients $G_r$ of the R ranks that hold
+    samples, by analysis of variance, exact for unequal batches:
 
     $$\operatorname{tr}\Sigma \approx V_R = \frac{\sum_r B_r \|G_r - G\|^2}{R-1}, \qquad
       |\mathcal G|^2 \approx \|G\|^2 - V_R/N$$
 
-    The ratio of the parts of one step is noise itself: average both over steps, then divide. Its unit is samples: a
-    batch much smaller is dominated by noise, one much larger is wasted. Each estimate may be negative. NaN for fewer
-    than two samples, or fewer than two ranks with samples. McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model
-    of Large-Batch Training", arXiv:1812.06162, Eq. 2.9 and appendix A.
+    The ratio of the parts of one step is itself very noisy: average both over steps, then divide. Its unit is samples:
+    a much smaller batch is dominated by noise, a much larger one is wasteful. Each estimate may be negative. NaN for
+    fewer than two samples, or fewer than two ranks with samples. McCandlish, Kaplan, Amodei et al. 2018, "An Empirical
+    Model of Large-Batch Training", arXiv:1812.06162, Eq. 2.9 and appendix A.
     """
 
     source: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162, Eq. 2.9 and appendix A"
@@ -43,7 +43,7 @@ class GradientNoiseScale(Quantity):
         return Needs(mean_gradient=True, squared_norms=True)
 
     def group(self, model: Model) -> Group:
-        """Both parts, three times."""
+        """Both parts, for each of the three sources."""
         units = "(loss / parameter)^2"
         fields = {
             "noise": Field((), "gradient noise", units, "trace of the covariance of individual gradients"),

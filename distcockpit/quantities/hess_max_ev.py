@@ -13,11 +13,11 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class HessMaxEV(Quantity):
-    r"""Largest eigenvalue of the Hessian of the pooled loss $L$ in the tracked parameters.
+    r"""Largest eigenvalue of the Hessian of the pooled loss $L$ with respect to the tracked parameters.
 
-    By Lanczos iteration (ARPACK) on rank 0, with products that all ranks share: it costs about 20 to 100 times two
-    backward passes, for which all ranks wait. Schneider et al. 2021, arXiv:2102.06604. In units of loss per squared
-    parameter; gradient descent is stable up to 2 / learning rate. NaN with a status where it was not found.
+    Computed by Lanczos iteration (ARPACK) on rank 0, with Hessian-vector products distributed over all ranks: it costs
+    about 20 to 100 times two backward passes, and blocks all ranks. Schneider et al. 2021, arXiv:2102.06604. In units
+    of loss per squared parameter; gradient descent is stable up to 2 / learning rate. NaN with a status if not found.
 
     Args:
         which: "LM": the eigenvalue of largest magnitude, with its sign, as a power iteration finds it; "LA": the
@@ -25,7 +25,7 @@ class HessMaxEV(Quantity):
         tolerance: Bound on the residual relative to the eigenvalue, positive; the error is of the order of its square
             over the gap to the next eigenvalue.
         max_products: Hessian-vector products after which to give up, at least 2.
-        seed: Of the start vector. The global random state stays as it was.
+        seed: Seed of the start vector. The global random state is not changed.
     """
 
     which: str = "LM"

@@ -22,16 +22,16 @@ class HessTrace(OfTraces):
 
     The estimates are Hutchinson's (1990, doi:10.1080/03610919008812866): the mean over random vectors v of
     $v_p^\top (C v)_p$ for each parameter p, with its standard error, which is NaN for a single vector. All ranks draw
-    the same vectors, so that the row does not depend on how samples are spread over ranks.
+    the same vectors, so the row does not depend on how samples are split across ranks.
 
     Args:
-        curvature: BackPACK's diagonals, for chains of modules that it knows: ``"diag_h"``, the Hessian;
+        curvature: BackPACK's diagonals, for chains of modules that it supports: ``"diag_h"``, the Hessian;
             ``"diag_ggn_exact"``, the generalised Gauss-Newton matrix (GGN); ``"diag_ggn_mc"``, its Monte-Carlo
-            estimate, with draws that differ between ranks. Estimates, for any model that can be differentiated twice:
+            estimate, with draws that differ between ranks. Estimates, for any twice-differentiable model:
             ``"hutchinson"`` of the Hessian, ``"hutchinson_ggn"`` of the GGN.
         mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
         samples: Random vectors for the estimates, at least 1; each costs a product with the matrix.
-        seed: Base of the seeds of draws and vectors. The global random state stays as it was.
+        seed: Base seed of draws and vectors. The global random state is not changed.
     """
 
     source: ClassVar[str] = "Dangel et al. 2020, arXiv:1912.10985; Schneider et al. 2021, arXiv:2102.06604"
@@ -64,7 +64,7 @@ class HessTrace(OfTraces):
 
 
 def _standard_error(draws: np.ndarray) -> np.ndarray:
-    """Of the mean over the first axis; NaN for a single draw."""
+    """Standard error of the mean over the first axis; NaN for a single draw."""
     if len(draws) < 2:
         return np.full(draws.shape[1:], np.nan)
     return draws.std(0, ddof=1) / np.sqrt(len(draws))

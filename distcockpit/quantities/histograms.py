@@ -1,4 +1,4 @@
-"""What the histograms of individual gradients share: checked axes, adapted edges, and slots turned into counts."""
+"""Shared parts of the gradient histograms: validated axes, adapted edges, and turning slots into counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A = TypeVar("A", GradAbsMax | None, ParamAbsMax | None)
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a histogram: its bins, its first range, and how the range follows the data."""
+    """One axis of a histogram: its bins, its initial range, and how the range adapts to the data."""
 
     key: str  # names the axis in the sums and in the quantity's memory
     bins: int
@@ -37,8 +37,8 @@ class Axis:
         """An axis from user arguments.
 
         Raises:
-            ValueError: If the bins or the range break their rule.
-            TypeError: If the adaptation is of another kind.
+            ValueError: If the bins or the range are invalid.
+            TypeError: If the adaptation has the wrong type.
         """
         if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
             raise ValueError(f"{owner}(bins={bins!r}): must be an integer of at least 1.")
@@ -53,7 +53,7 @@ class Axis:
         return cls(key, bins, (low, high), adapt)  # type: ignore[arg-type]
 
     def edges(self, memory: dict[str, Any]) -> np.ndarray:
-        """The edges in force."""
+        """The current edges."""
         low, high = memory.get(f"{self.key}_range", self.range)
         return bin_edges(low, high, self.bins)
 
@@ -62,17 +62,17 @@ class Axis:
         return self.adapt is not None and bool(self.adapt.schedule and self.adapt.schedule(step))
 
     def learn(self, totals: Totals, memory: dict[str, Any]) -> None:
-        """Set the range from what the ranks measured, if they did."""
+        """Set the range from what the ranks measured, if anything."""
         if self.adapt is not None and f"{self.key}_largest" in totals:
             memory[f"{self.key}_range"] = self.adapt.range(float(totals[f"{self.key}_largest"].max()))
 
     def statistic(self, step: int) -> dict[str, Statistic]:
-        """An accumulator for the largest gradient element, where this axis follows it at ``step``."""
+        """An accumulator for the largest gradient element, if this axis adapts to it at ``step``."""
         follows = self.measures(step) and isinstance(self.adapt, GradAbsMax)
         return {f"{self.key}_largest": AbsMax()} if follows else {}
 
     def measured(self, batch: LocalBatch) -> dict[str, Tensor]:
-        """This rank's slot of the largest value, where this axis is measured."""
+        """This rank's slot for the largest value, if this axis is measured."""
         if not self.measures(batch.step):
             return {}
         if isinstance(self.adapt, GradAbsMax):
@@ -85,12 +85,12 @@ class Axis:
 
 
 def with_schedule(adapt: A, schedule: Schedule) -> A:
-    """The adaptation, at the histogram's steps where it has no schedule of its own."""
+    """The adaptation, with the histogram's schedule if it has none of its own."""
     return adapt if adapt is None or adapt.schedule is not None else dataclasses.replace(adapt, schedule=schedule)
 
 
 def clipped(slots: np.ndarray, axis: int) -> np.ndarray:
-    """Counts per bin from counts per slot: what lies outside goes into the edge bins, NaN goes nowhere."""
+    """Counts per bin from counts per slot: values outside go into the edge bins, NaN is dropped."""
     slots = np.moveaxis(slots, axis, 0)
     counts = slots[2:-3].copy()
     counts[0] += slots[0] + slots[1]

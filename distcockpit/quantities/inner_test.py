@@ -19,15 +19,15 @@ class InnerTest(Quantity):
     $$\theta = \sqrt{\frac{\sum_i (p_i - \|G\|^2)^2}{(N - 1)\, N \|G\|^4}}, \qquad p_i = \langle g_i, G\rangle$$
 
     The numerator is $\sum_i p_i^2 - N\|G\|^4$, centred before it is squared. Bollapragada, Byrd and Nocedal 2017,
-    "Adaptive Sampling Strategies for Stochastic Optimization", arXiv:1710.11258, Eq. 2.6. Unitless: above 1 the batch
-    may well not point downhill. NaN for fewer than two samples and where G is zero.
+    "Adaptive Sampling Strategies for Stochastic Optimization", arXiv:1710.11258, Eq. 2.6. Unitless: above 1, the batch
+    gradient may well not point downhill. NaN for fewer than two samples and where G is zero.
     """
 
     source: ClassVar[str] = "Bollapragada et al. 2017, arXiv:1710.11258, Eq. 2.6"
 
     @property
     def needs(self) -> Needs:
-        """G, and the projections on it."""
+        """G, and the projections onto it."""
         return Needs(mean_gradient=True, projections=True)
 
     def group(self, model: Model) -> Group:

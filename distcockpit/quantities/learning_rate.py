@@ -12,9 +12,9 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate(Quantity):
-    """Learning rate of each parameter group, as the optimizer holds it when the tracked step's backward pass ends.
+    """Learning rate of each parameter group, as set in the optimizer when the tracked step's backward pass ends.
 
-    It is tracked without being asked for wherever the cockpit knows the optimizer. NaN where a group has none.
+    It is tracked automatically whenever the cockpit knows the optimizer. NaN for a group without a learning rate.
     """
 
     source: ClassVar[str] = "the optimizer's param_groups"

@@ -21,7 +21,7 @@ class MeanGSNR(Quantity):
     $$\frac1D \sum_d \frac{G_d^2}{s_d/N - G_d^2 + \epsilon}, \qquad s_d = \sum_i g_{i,d}^2$$
 
     Liu et al. 2020, "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters",
-    arXiv:2001.07384. Unitless; large early in the training of networks that generalize, towards 0 when noise
+    arXiv:2001.07384. Unitless; large early in the training of networks that generalize, near 0 when noise
     dominates. NaN for N < 2. The two terms of the variance are subtracted in float64.
 
     Args:
@@ -50,7 +50,7 @@ class MeanGSNR(Quantity):
         """Sum of the ratio over this rank's range of elements."""
         total = batch.vector([0.0])[0]
         pieces = zip(batch.shard.mean.split(PIECE), batch.shard.squares.split(PIECE), strict=True)
-        for mean, squares in pieces:  # which stay in the cache: new memory costs more than arithmetic
+        for mean, squares in pieces:  # small enough to stay in cache: allocating memory costs more than the arithmetic
             squared = mean.square()
             total += squared.div((squares / batch.n).sub_(squared).add_(self.epsilon)).sum()
         return {"ratio": total, "elements": batch.vector([batch.shard.mean.numel()])[0]}

@@ -20,7 +20,7 @@ class NormTest(Quantity):
     $$\theta = \sqrt{\frac{V}{N \|G\|^2}}, \qquad V = \frac{\sum_i \|g_i\|^2 - N\|G\|^2}{N - 1}$$
 
     Byrd, Chin, Nocedal and Wu 2012, "Sample size selection in optimization methods for machine learning", Eq. 3.9.
-    Unitless: above 1 the noise of the batch exceeds its gradient. NaN for fewer than two samples and where G is zero.
+    Unitless: above 1, the noise of the batch exceeds its gradient. NaN for fewer than two samples and where G is zero.
     """
 
     source: ClassVar[str] = "Byrd et al. 2012, Mathematical Programming 134, Eq. 3.9"
@@ -35,7 +35,7 @@ class NormTest(Quantity):
         return Group({"norm_test": Field((), "norm test: relative standard error of G")})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """S2 of this rank; the squared norm of G."""
+        """This rank's S2; the squared norm of G."""
         mean_squared = batch.replicated(lambda: batch.mean_squared.sum())
         return {"squares": batch.squared_norms.sum(), "mean_squared": mean_squared}
 

@@ -15,12 +15,12 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class OrthoTest(Quantity):
-    r"""Standard error of the mean gradient across its own direction: the smallest nu that passes the test.
+    r"""Standard error of the mean gradient orthogonal to its own direction: the smallest nu that passes the test.
 
     $$\nu = \sqrt{\frac{\sum_i \|g_i\|^2 - \sum_i p_i^2 / \|G\|^2}{(N - 1)\, N \|G\|^2}}, \qquad
       p_i = \langle g_i, G\rangle$$
 
-    The numerator is the scatter of the individual gradients about G, less that of their projections about
+    The numerator is the scatter of the individual gradients about G, minus that of their projections about
     $\|G\|^2$. Bollapragada, Byrd and Nocedal 2017, "Adaptive Sampling Strategies for Stochastic Optimization",
     arXiv:1710.11258, Eq. 3.3. Unitless. NaN for fewer than two samples and where G is zero.
     """
@@ -38,7 +38,7 @@ class OrthoTest(Quantity):
         return Group({"ortho_test": field})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """S2 and the centred squares of the projections, of this rank; the squared norm of G."""
+        """This rank's S2 and centred squares of the projections; the squared norm of G."""
         mean_squared = batch.mean_squared.sum()
         along = (batch.projections - mean_squared).square().sum()
         return {"squares": batch.squared_norms.sum(), "along": along, "mean_squared": batch.replicated(mean_squared)}
@@ -48,5 +48,5 @@ class OrthoTest(Quantity):
         squared = totals["mean_squared"]
         with np.errstate(all="ignore"):
             across = scatter(totals["squares"], squared, n) - totals["along"] / squared
-            across = np.where(across < 0, 0.0, across)  # rounding, where all scatter is along G
+            across = np.where(across < 0, 0.0, across)  # rounding errors, when all scatter is along G
             return {"ortho_test": np.sqrt(across / (n - 1 if n > 1 else np.nan) / (n * squared))}

@@ -22,11 +22,12 @@ from distcockpit.store.schema import Field, Group, Row
 class OutputActivation(Quantity):
     r"""Share of active outputs of each activation module, and share of its neurons that are dead.
 
-    An output element is active if $|z| > \epsilon$. A neuron (a channel: one index of the channel axis) is dead if no
-    output of it is active, over all samples of the pooled batch and all positions. The output-activation lens of
-    monitorch, over all ranks. Shares of 1. NaN for a module whose output does not begin with the batch axis, or that
-    not all samples passed; the dead share is NaN where the number of neurons is not, on all ranks, that of the first
-    tracked step. In a model without activation modules (functional ones are not seen) all leaf modules are watched.
+    An output element is active if $|z| > \epsilon$. A neuron (a channel: one index of the channel axis) is dead if none
+    of its outputs is active, over all samples of the pooled batch and all positions. This is the output-activation lens
+    of monitorch, over all ranks. Shares between 0 and 1. NaN for a module whose output does not start with the batch
+    axis, or that not all samples go through; the dead share is NaN if the number of neurons on any rank differs from
+    the first tracked step. In a model without activation modules (functional ones are not seen), all leaf modules are
+    tracked.
 
     Args:
         epsilon: Magnitude up to which an output counts as zero, at least 0.
@@ -53,7 +54,7 @@ class OutputActivation(Quantity):
         return Needs(outputs=True, output_sizes=True)
 
     def observed_layers(self, leaves: Mapping[str, bool]) -> list[str]:
-        """Those that have a row."""
+        """The modules in the row."""
         return [path for path, is_activation in leaves.items() if is_activation] or list(leaves)
 
     def group(self, model: Model) -> Group:
@@ -66,7 +67,7 @@ class OutputActivation(Quantity):
         return Group(fields, {"layer": labels})
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
-        """Active outputs, all outputs, and samples, of each neuron: ``[3, C]``."""
+        """Numbers of active outputs, of all outputs, and of samples, for each neuron: ``[3, C]``."""
         if not has_batch_axis:
             return None
         samples = len(output)
@@ -79,7 +80,7 @@ class OutputActivation(Quantity):
         return torch.stack([elements - zeros, elements, torch.full_like(zeros, samples)])
 
     def sizes(self, observed: Observed) -> Mapping[str, int]:
-        """The number of neurons of each module; 0 if its calls differ."""
+        """The number of neurons of each module; 0 if it differs between calls."""
         seen: dict[str, set[int]] = {}
         for micro in observed:
             for path, counts in micro:

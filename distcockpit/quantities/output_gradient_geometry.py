@@ -22,9 +22,9 @@ class OutputGradientGeometry(Quantity):
 
     $$\|\partial L/\partial z\|^2 = \frac1{N^2}\sum_i \|\partial \ell_i/\partial z_i\|^2, \qquad z = (z_1, \dots, z_N)$$
 
-    for the pooled batch. Small norms towards the input show vanishing gradients, a cosine near -1 shows oscillation.
+    for the pooled batch. Small norms towards the input mean vanishing gradients, a cosine near -1 means oscillation.
     In units of loss per unit of output. NaN for a module that received no gradient; the cosine is NaN at the first
-    tracked step, when the shape of the local outputs changed on any rank, and where a norm is zero.
+    tracked step, if the shape of the local outputs changed on any rank, and if a norm is zero.
 
     Args:
         normalize_by_size: Store the root mean square over the elements of z instead of the norm.

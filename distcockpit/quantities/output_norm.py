@@ -22,10 +22,10 @@ from distcockpit.store.schema import Field, Group, Row
 class OutputNorm(Quantity):
     r"""Mean norm of a sample's output z of each leaf module: $\frac1N \sum_i \|z_i\|$.
 
-    The output-norm lens of monitorch, over the samples of all ranks. Norms that grow or vanish with depth show a
-    signal that explodes or dies. In units of the output. A module that is called several times in a forward pass
-    counts with all its outputs together. NaN for a module whose output does not begin with the batch axis, or that not
-    all samples passed.
+    The output-norm lens of monitorch, over the samples of all ranks. Norms that grow or vanish with depth mean a
+    signal that explodes or dies. In units of the output. If a module is called several times in a forward pass, all its
+    outputs count together. NaN for a module whose output does not start with the batch axis, or that not all samples
+    go through.
 
     Args:
         normalize_by_size: Store the mean over samples of the root mean square over elements instead of the norm.
@@ -43,7 +43,7 @@ class OutputNorm(Quantity):
         return Needs(outputs=True)
 
     def observed_layers(self, leaves: Mapping[str, bool]) -> list[str]:
-        """Those that have a row."""
+        """The modules in the row."""
         return [path for path, is_activation in leaves.items() if not (is_activation and self.skip_activation)]
 
     def group(self, model: Model) -> Group:

@@ -17,14 +17,14 @@ from distcockpit.store.schema import Field, Group, Row
 class ParameterCondition(Quantity):
     r"""Condition number $\sigma_{\max} / \sigma_{\min}$ of each parameter with two axes or more, and $\sigma_{\max}$.
 
-    The parameter is taken as the matrix ``[first axis, all others]``, as a convolution uses it. Large numbers show
-    layers that squeeze some directions away; the spectral norm bounds how much a layer amplifies. Unitless, and in
-    units of the parameter. Infinite for a matrix without full rank, NaN where an element is not finite.
+    The parameter is reshaped to the matrix ``[first axis, all others]``, as a convolution uses it. Large numbers mean
+    that a layer collapses some directions; the spectral norm bounds how much a layer amplifies. Unitless, and in units
+    of the parameter. Infinite for a rank-deficient matrix, NaN if an element is not finite.
 
-    The eigenvalues of $W W^\top$ (of the shorter side) are the squares of the singular values, and far cheaper; they
-    lose $\kappa^2$ times the rounding of float64, so that a matrix whose condition number is above 1e4 gets a singular
-    value decomposition. Both run on rank 0's background thread, and take time from the training where cores are few:
-    the preset ``layers`` looks at every 100th step.
+    The eigenvalues of $W W^\top$ (on the shorter side) are the squares of the singular values, and far cheaper. They
+    lose $\kappa^2$ times the rounding error of float64, so a matrix with a condition number above 1e4 gets a singular
+    value decomposition instead. Both run on rank 0's background thread, and slow down training if there are few cores,
+    so the preset ``layers`` tracks it only every 100th step.
     """
 
     source: ClassVar[str] = "Golub and Van Loan, Matrix Computations, section 2.6"
@@ -54,15 +54,15 @@ class ParameterCondition(Quantity):
 
 
 LARGE = 1e4
-"""Condition number up to which squares are precise: the square of the smallest singular value, relative to that of the
-largest, is off by some 1e-16."""
+"""Condition number up to which squares are precise enough: the square of the smallest singular value, relative to that
+of the largest, is off by about 1e-16."""
 
 
 def _extreme_singular_values(matrix: np.ndarray) -> tuple[float, float]:
-    """The largest, and the smallest; one within rounding of zero is zero, as for the rank of a matrix."""
+    """The largest and the smallest; one within rounding of zero is zero, as for the rank of a matrix."""
     if not matrix.size or not np.isfinite(matrix).all():
         return np.nan, np.nan
-    largest = np.abs(matrix).max()  # its square might overflow, or vanish
+    largest = np.abs(matrix).max()  # its square might overflow or underflow
     if largest > 0:
         rows = (matrix if len(matrix) <= matrix.shape[1] else matrix.T) / largest
         squares = np.linalg.eigvalsh(rows @ rows.T)

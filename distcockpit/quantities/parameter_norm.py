@@ -14,7 +14,7 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNorm(Quantity):
-    r"""Euclidean norm of the parameters before the optimizer's step, per parameter and of the whole.
+    r"""Euclidean norm of the parameters before the optimizer step, per parameter and overall.
 
     In units of the parameters.
 
@@ -27,7 +27,7 @@ class ParameterNorm(Quantity):
     source: ClassVar[str] = "the parameter-norm lens of monitorch"
 
     def group(self, model: Model) -> Group:
-        """A norm per parameter, and that of the whole."""
+        """A norm per parameter, and the overall norm."""
         what = "root mean square" if self.normalize_by_size else "norm"
         fields = {
             "parameter_norm": Field(("parameter",), f"{what} of the parameter", "parameter"),

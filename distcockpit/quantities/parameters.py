@@ -12,11 +12,11 @@ from distcockpit.store.schema import COORDINATES, Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters(Quantity):
-    """Values of all tracked parameters before the optimizer's step; one array per parameter, in its shape.
+    """Values of all tracked parameters before the optimizer step; one array per parameter, in its shape.
 
-    As large as the model at every tracked step: for small models and sparse schedules. Types of lower precision than
-    float32 are stored as float32, which holds them exactly. An array is named like its parameter, with a "_" behind
-    names that the store takes for itself ("step", "epoch"); parameters without elements are left out.
+    Stores the whole model at every tracked step, so use it for small models and sparse schedules. Types with lower
+    precision than float32 are stored as float32, which is exact. An array has the name of its parameter, with a "_"
+    appended to names that the store reserves ("step", "epoch"); parameters without elements are left out.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"

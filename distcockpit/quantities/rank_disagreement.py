@@ -1,4 +1,4 @@
-"""How far the batch of each rank is from the whole."""
+"""How far each rank's batch is from the pooled batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from distcockpit.store.schema import Field, Group, Row
 class RankDisagreement(Quantity):
     r"""Per rank: norm of its mean gradient $G_r$, cosine of $G_r$ with the pooled G, its mean loss, its batch size.
 
-    $G_r$ and the loss are means over the rank's own samples. A rank whose numbers differ for long holds different
-    data: another distribution, another preprocessing, broken labels. In units of loss per parameter, 1, and loss. NaN
-    for a rank without samples; the loss is NaN where it is not known.
+    $G_r$ and the loss are means over the rank's own samples. A rank whose numbers keep differing has different data:
+    a different distribution, different preprocessing, broken labels. In units of loss per parameter, 1, and loss. NaN
+    for a rank without samples; the loss is NaN if it is unknown.
     """
 
     source: ClassVar[str] = "distcockpit"
@@ -40,7 +40,7 @@ class RankDisagreement(Quantity):
         return Group(fields, {"rank": model.world_size})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """This rank's slots; the norm of G."""
+        """This rank's values in its slots; the norm of G."""
         mine, mean = list(batch.part_of_mean.values()), list(batch.mean_gradient.values())
         inner, squares = kernels.inner_products(mine, mean).sum(), kernels.squared_norms(mine).sum()
         loss = float("nan") if batch.loss is None else batch.loss

@@ -1,4 +1,4 @@
-"""Which rank produces numbers that are not finite, and which is slow."""
+"""Which rank produces non-finite numbers, and which one is slow."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ SHOWN = 3  # ranks that a notice names
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth(Quantity):
-    """Per rank: losses and gradients that are not finite and the layer they came from, and where its time went.
+    """Per rank: non-finite losses and gradients and the layer they came from, and where its time went.
 
-    Counted are samples whose loss is not finite (1 where individual losses are not known), and elements of the sum of
-    the rank's individual gradients. The layers are the first, in the order of the forward pass, with an output that is
-    not finite, and the first with parameters, in the order of the backward pass, with an output gradient that is not;
-    0 is none. Times are in seconds by the clock of the rank's host: an accelerator may be working on. NaN where a time
-    is not known.
+    The counts are of samples with a non-finite loss (1 if individual losses are unknown), and of non-finite elements in
+    the sum of the rank's individual gradients. The layers are the first, in forward order, with a non-finite output,
+    and the first with parameters, in backward order, with a non-finite output gradient; 0 is none. Times are host times
+    in seconds, so an accelerator may still be working. NaN where a time is unknown.
 
-    All ranks of a synchronous job take the same time per step: a slow rank shows in ``outside_seconds`` (its data) or
-    ``forward_seconds`` (its compute), the others in what is left of ``track_seconds``, where they wait for it.
+    All ranks of a synchronous job take the same time per step: a slow rank shows up in ``outside_seconds`` (its data)
+    or ``forward_seconds`` (its compute), the other ranks in the rest of ``track_seconds``, where they wait for it.
     """
 
     source: ClassVar[str] = "distcockpit"
@@ -66,11 +65,11 @@ class RankHealth(Quantity):
         return Group(fields, {"rank": model.world_size})
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor:
-        """Where an element that is not finite would show."""
+        """A reduction in which any non-finite element shows up."""
         return _extremes(output)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """This rank's slots."""
+        """This rank's values in its slots."""
         outputs = ((path, extremes) for micro in batch.observed for path, extremes in micro)
         gradients = ((path, _extremes(gradient)) for path, gradient in batch.backward)
         losses = kernels.count_nonfinite(batch.losses)
@@ -97,7 +96,7 @@ class RankHealth(Quantity):
         return row | {f"{name}_seconds": each for name, each in zip(SECONDS, totals["seconds"].T, strict=True)}
 
     def notice(self, row: Row, model: Model) -> str | None:
-        """The first ranks with numbers that are not finite, and their layers."""
+        """The first ranks with non-finite numbers, and their layers."""
         bad = np.flatnonzero(row["nonfinite_losses"] + row["nonfinite_gradients"] + row["first_nonfinite_output"])
         if not len(bad):
             return None
@@ -117,13 +116,13 @@ class RankHealth(Quantity):
 
 
 def _extremes(values: Tensor) -> Tensor:
-    """The smallest and the largest value, ``[2]``, in one pass without copies: NaN and infinities show in them."""
+    """The smallest and the largest value, ``[2]``, in one pass without copies: NaN and infinities show up in them."""
     values = torch.view_as_real(values) if values.is_complex() else values
     return torch.stack(values.aminmax()) if values.numel() else values.new_zeros(2)
 
 
 def _first(extremes: Iterable[tuple[str, Tensor]], paths: list[str], batch: LocalBatch) -> Tensor:
-    """1 + the place in ``paths`` of the first one that is not finite; 0 if all are. Waits for no device."""
+    """1 + the position in ``paths`` of the first one that is not finite; 0 if all are. Does not sync the device."""
     codes = {path: k for k, path in enumerate(paths, start=1)}
     known = [(codes[path], pair) for path, pair in extremes if path in codes]
     if not known:

@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same parameters?"""
+"""Check whether all ranks still hold the same parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDrift(Quantity):
-    """Which parameters are not the same, bit for bit, on all ranks; all parameters of the model, tracked or not.
+    """Which parameters are not bit-for-bit identical on all ranks; all parameters of the model, tracked or not.
 
-    Each rank sends a digest of 53 bits per parameter; ``differs`` marks the ranks whose digest is not that of the
-    majority (of the lowest rank, if there is none). Data-parallel training keeps replicas identical: a drift means
-    that something steps, initialises or overwrites parameters on one rank alone. Two different tensors have the same
-    digest with a probability of about 1e-16.
+    Each rank sends a 53-bit digest per parameter; ``differs`` marks the ranks whose digest differs from that of the
+    majority (or of the lowest rank, if there is no majority). Data-parallel training keeps replicas identical, so drift
+    means that something steps, initialises or overwrites parameters on one rank only. Two different tensors have the
+    same digest with a probability of about 1e-16.
     """
 
     source: ClassVar[str] = "distcockpit"
@@ -42,7 +42,7 @@ class ReplicaDrift(Quantity):
         return Group(fields, {"parameter": labels, "rank": model.world_size})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """This rank's digests; one rank alone cannot drift."""
+        """This rank's digests; a single rank cannot drift."""
         if batch.world_size == 1:
             return {"digests": batch.slot(torch.zeros(len(batch.every_parameter)))}
         return {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
@@ -56,7 +56,7 @@ class ReplicaDrift(Quantity):
         return {"replica_drift": int(differs.any(1).sum()), "differs": differs}
 
     def notice(self, row: Row, model: Model) -> str | None:
-        """The first parameters that differ, and where."""
+        """The first parameters that differ, and on which ranks."""
         differs = row["differs"]
         drifted = np.flatnonzero(differs.any(1))
         if not len(drifted):
@@ -77,8 +77,8 @@ def _majority(digests: np.ndarray) -> float:
 def digest(tensor: Tensor) -> Tensor:
     """A number below 2^53, as float64, that differs where the bits of ``tensor`` do; on its device.
 
-    A sum of the bit patterns of a block, each times an odd number of its own, modulo 2^64, and then of the blocks
-    likewise: changes of one element always change it. The upper bits of the mixed sum are kept.
+    The bit patterns of a block, each times its own odd number, are summed modulo 2^64, and then the blocks likewise:
+    changing one element always changes the sum. The upper bits of the mixed sum are kept.
     """
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     bits = real.contiguous().view(-1).view(INTEGERS[real.element_size()])

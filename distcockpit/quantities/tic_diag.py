@@ -21,14 +21,14 @@ class TICDiag(OfCurvature):
 
     with the pooled curvature diagonal h. Thomas et al. 2019, "On the interplay between noise and curvature and its
     effect on optimization and generalization", arXiv:1906.07774. In units of loss; large where gradient noise meets
-    flat directions. With ``diag_h`` it is ill-conditioned where h + epsilon is near zero, which is usual away from
+    flat directions. With ``diag_h`` it is ill-conditioned where h + epsilon is near zero, which is common away from
     minima; the GGN is never negative. NaN for N = 0.
 
     Args:
         curvature: ``"diag_h"``: the Hessian; ``"diag_ggn_exact"``: the generalised Gauss-Newton matrix;
             ``"diag_ggn_mc"``: its Monte-Carlo estimate, with draws that differ between ranks.
         mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
-        seed: Base of the seeds of these draws. The global random state stays as it was.
+        seed: Base seed of these draws. The global random state is not changed.
         epsilon: Added to the curvature.
     """
 

@@ -23,13 +23,13 @@ class TICTrace(OfTraces):
     effect on optimization and generalization", arXiv:1906.07774. In units of loss. NaN for N = 0.
 
     Args:
-        curvature: BackPACK's diagonals, for chains of modules that it knows: ``"diag_h"``, the Hessian;
+        curvature: BackPACK's diagonals, for chains of modules that it supports: ``"diag_h"``, the Hessian;
             ``"diag_ggn_exact"``, the generalised Gauss-Newton matrix (GGN); ``"diag_ggn_mc"``, its Monte-Carlo
-            estimate, with draws that differ between ranks. Estimates, for any model that can be differentiated twice:
+            estimate, with draws that differ between ranks. Estimates, for any twice-differentiable model:
             ``"hutchinson"`` of the Hessian, ``"hutchinson_ggn"`` of the GGN.
         mc_samples: Draws per sample for ``"diag_ggn_mc"``, at least 1.
         samples: Random vectors for the estimates, at least 1; each costs a product with the matrix.
-        seed: Base of the seeds of draws and vectors. The global random state stays as it was.
+        seed: Base seed of draws and vectors. The global random state is not changed.
         epsilon: Added to the trace of the curvature.
     """
 

@@ -12,10 +12,10 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Time(Quantity):
-    """When the tracked step's backward pass ended, and what the cockpit exchanged for the step; of rank 0.
+    """When the tracked step's backward pass ended, and what the cockpit exchanged for the step; on rank 0.
 
-    ``exchanges`` counts collectives, ``exchanged_bytes`` what rank 0 handed to them, since the tracked step before came
-    this far: its sums, and this step's header and vectors.
+    ``exchanges`` counts collectives, and ``exchanged_bytes`` what rank 0 passed to them, since the same point of the
+    previous tracked step: that step's sums, and this step's header and vectors.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"

@@ -1,4 +1,4 @@
-"""Norm and direction of the optimizer's step, per parameter."""
+"""Norm and direction of the optimizer step, per parameter."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateGeometry(Quantity):
-    r"""Norm of the optimizer's step $\theta_{t+1} - \theta_t$ of each parameter, and its cosine with the previous one.
+    r"""Norm of the optimizer step $\theta_{t+1} - \theta_t$ of each parameter, and its cosine with the previous one.
 
-    The parameter-update lens of monitorch. Norms are in units of the parameters; cosines with the step of the previous
-    tracked step are NaN at the first and where a parameter did not move. Stored under the step t, when the next step
-    begins; the last one when the cockpit is closed. Rank 0 keeps copies of parameters and steps.
+    The parameter-update lens of monitorch. Norms are in units of the parameters; the cosine with the update of the
+    previous tracked step is NaN at the first one, and where a parameter did not move. Stored under the step t when the
+    next step begins, or for the last step when the cockpit is closed. Rank 0 keeps copies of parameters and updates.
     """
 
     source: ClassVar[str] = "the parameter-update-geometry lens of monitorch"
 
     @property
     def needs(self) -> Needs:
-        """The step of the optimizer."""
+        """The optimizer step."""
         return Needs(displacement=True)
 
     def group(self, model: Model) -> Group:

@@ -1,4 +1,4 @@
-"""Length of the optimizer's step."""
+"""Length of the optimizer step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from distcockpit.store.schema import Field, Group, Row
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSize(Quantity):
-    r"""Euclidean length of the optimizer's step, $\|\theta_{t+1} - \theta_t\|$, per parameter and of the whole.
+    r"""Euclidean length of the optimizer step, $\|\theta_{t+1} - \theta_t\|$, per parameter and overall.
 
-    In units of the parameters; any optimizer. Stored under the step t, when the next step begins; the last one when
-    the cockpit is closed. 0 where the optimizer did not move. Rank 0 keeps a copy of the parameters for one step.
+    In units of the parameters; works with any optimizer. Stored under the step t when the next step begins, or for the
+    last step when the cockpit is closed. 0 where nothing moved. Rank 0 keeps a copy of the parameters for one step.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
 
     @property
     def needs(self) -> Needs:
-        """The step of the optimizer."""
+        """The optimizer step."""
         return Needs(displacement=True)
 
     def group(self, model: Model) -> Group:
-        """A length per parameter, and that of the whole."""
+        """A length per parameter, and the overall length."""
         fields = {
             "update_size": Field(("parameter",), "length of the update", "parameter"),
             "total": Field((), "length of the whole update", "parameter"),

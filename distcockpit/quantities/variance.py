@@ -1,4 +1,4 @@
-"""The scatter of individual gradients about their mean, from sums; what the tests of the batch size are made of."""
+"""The scatter of individual gradients about their mean, computed from sums; the basis of the batch size tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROUNDING = 8 * np.finfo(float).eps
 def scatter(squares: np.ndarray, mean_squared: np.ndarray, n: int) -> np.ndarray:
     """``sum_i |g_i - G|^2 = S2 - N |G|^2``; a difference within rounding of zero is zero.
 
-    Both terms are sums in float64 of products that are exact there, so that their difference keeps what float32
-    gradients hold.
+    Both terms are float64 sums of products that are exact in float64, so their difference keeps the precision of
+    float32 gradients.
 
     Args:
         squares: S2, the sum of ``|g_i|^2``, any shape.

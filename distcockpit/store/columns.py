@@ -1,4 +1,4 @@
-"""One array of a store while it grows: its document, and the rows that are not written yet."""
+"""One growing array of a store: its metadata document, and the rows that are not written yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPRESSOR: Final = "lz4"
 LEVEL: Final = 5
 
 GROWING = "rank"
-"""The one dimension without names whose length a resumed run may change."""
+"""The only dimension without names whose length may change in a resumed run."""
 
 
 class Column:
@@ -23,7 +23,7 @@ class Column:
     Args:
         key: Name of the array, with its group.
         document: Its metadata.
-        fill: What stands where nothing was written.
+        fill: The fill value, where nothing was written.
     """
 
     def __init__(self, key: str, document: dict[str, Any], fill: float | int) -> None:
@@ -33,13 +33,13 @@ class Column:
         self._blosc = Blosc(COMPRESSOR, LEVEL, Blosc.SHUFFLE)
         self._full: dict[str, bytes] = {}
         self._dirty = False
-        self._codes: np.ndarray | None = None  # what stands in the array for each value
+        self._codes: np.ndarray | None = None  # the code stored for each value
         self._lay_out()
 
     def _lay_out(self) -> None:
         self._row_shape = self._given = tuple(self.document["shape"][1:])
-        self._spread: tuple[np.ndarray, ...] | None = None  # where a value lies in the row, if it is not all of it
-        # A chunk is at least 1 long on every axis, an array may be 0.
+        self._spread: tuple[np.ndarray, ...] | None = None  # where a value goes in the row, if it does not fill it
+        # A chunk is at least 1 long on every axis; an array may have length 0.
         self._grid = [max(1, math.ceil(n / c)) for n, c in zip(self._row_shape, self._chunk[1:], strict=True)]
         inner = [k * c for k, c in zip(self._grid, self._chunk[1:], strict=True)]
         self._tail = np.full([self._chunk[0], *inner], self.fill, dtype=self.document["data_type"])
@@ -50,13 +50,13 @@ class Column:
         """Rows per chunk."""
         return self._chunk[0]
 
-    # -- rows of changing length ---------------------------------------------------------------------------------------
+    # -- rows of varying length ----------------------------------------------------------------------------------------
 
     def widen(self, lengths: Mapping[str, int]) -> None:
         """Make room for longer rows; earlier ones hold the fill value there.
 
         Args:
-            lengths: By dimension; what is longer already stays so.
+            lengths: By dimension; dimensions that are already longer stay as they are.
         """
         dims = self.document["dimension_names"][1:]
         inner = [max(size, lengths.get(dim, 0)) for size, dim in zip(self._row_shape, dims, strict=True)]
@@ -73,10 +73,10 @@ class Column:
         self._dirty |= self.rows % self.chunk_rows > 0
 
     def expect(self, places: Sequence[Sequence[int]], codes: Sequence[str] = ()) -> None:
-        """Say what the values of the next rows are.
+        """Declare what the values of the next rows are.
 
         Args:
-            places: For each dimension, where a value's elements lie along it.
+            places: For each dimension, the positions of a value's elements along it.
             codes: Meanings of 0, 1, ..., if it is a status.
         """
         self._given = tuple(map(len, places))
@@ -91,7 +91,7 @@ class Column:
             self._codes = np.array([known.index(code) for code in codes], self._tail.dtype)
 
     def fitting(self, value: Any) -> Any:
-        """The value in the type and shape of a row.
+        """Convert a value to the type and shape of a row.
 
         Raises:
             ValueError: If it does not fit.
@@ -108,7 +108,7 @@ class Column:
         return row
 
     def append(self, value: Any) -> int:
-        """Add a row; says how many bytes of full chunks that added."""
+        """Add a row; return how many bytes of full chunks that added."""
         rows = self.chunk_rows
         at = self.rows % rows
         if self._row_shape:
@@ -126,7 +126,7 @@ class Column:
         return sum(map(len, encoded.values()))
 
     def skip(self, rows: int) -> None:
-        """Begin behind ``rows`` rows that hold the fill value."""
+        """Start after ``rows`` rows that hold the fill value."""
         for index in range(rows // self.chunk_rows):
             self._full.update(self._encoded(index))
         self.rows, self._dirty = rows, rows % self.chunk_rows > 0
@@ -142,25 +142,25 @@ class Column:
         return self._encoded(self.rows // self.chunk_rows) if self.rows % self.chunk_rows else {}
 
     def committed(self) -> None:
-        """Forget what the store now has."""
+        """Forget what is now in the store."""
         self._full.clear()
         self._dirty = False
 
     def current_document(self) -> dict[str, Any]:
-        """The array's metadata with its present shape."""
+        """The array's metadata with its current shape."""
         return {**self.document, "shape": [self.rows, *self.document["shape"][1:]]}
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
     def adopt(self, found: Mapping[str, Any], labelled: Collection[str]) -> Column:
-        """The column that goes on with an array of a store; it holds no rows until `cut` says how many.
+        """The column that continues an array of a store; it holds no rows until `cut` says how many.
 
         Args:
             found: Metadata of the array.
             labelled: The dimensions whose elements have names.
 
         Raises:
-            ValueError: If this one could not go on with it.
+            ValueError: If this column cannot continue it.
         """
         mine = self.document
         for name in ("data_type", "codecs", "dimension_names"):
@@ -173,14 +173,14 @@ class Column:
         return Column(self.key, {**mine, **kept, "shape": [0, *found["shape"][1:]]}, self.fill)
 
     def last_chunk(self, rows: int) -> list[str]:
-        """The keys that hold the last rows of ``rows``, if these do not fill their chunk."""
+        """The keys of the last chunk of ``rows`` rows, if it is not full."""
         return [self._key(rows // self.chunk_rows, at) for at in self._places] if rows % self.chunk_rows else []
 
     def cut(self, rows: int, chunks: Mapping[str, bytes]) -> None:
-        """Hold ``rows`` rows.
+        """Truncate to ``rows`` rows.
 
         Args:
-            rows: Their number.
+            rows: Number of rows.
             chunks: What the store has under the keys of `last_chunk`.
         """
         self.rows = rows
@@ -192,7 +192,7 @@ class Column:
         self.committed()
 
     def is_beyond(self, key: str) -> bool:
-        """True if this is the key of a chunk of this array that holds none of its rows."""
+        """True if this is the key of a chunk of this array that lies beyond its rows."""
         _, _, index = key.removeprefix(f"{self.key}/").partition("c/")
         first = index.partition("/")[0]
         return first.isdigit() and int(first) >= math.ceil(self.rows / self.chunk_rows)
@@ -211,7 +211,7 @@ class Column:
 
     @property
     def _places(self) -> list[tuple[int, ...]]:
-        """Where a row's chunks lie along the inner dimensions: mostly there is one."""
+        """Where a row's chunks lie along the inner dimensions; usually there is just one."""
         return list(itertools.product(*(range(n) for n in self._grid)))
 
     def _inner(self, at: tuple[int, ...]) -> tuple[slice, ...]:
@@ -225,13 +225,13 @@ class Column:
         }
 
     def _decoded(self, data: bytes) -> np.ndarray:
-        """A chunk.
+        """Decode a chunk.
 
         Raises:
-            ValueError: If it is not what a chunk of this array must be.
+            ValueError: If it is not a valid chunk of this array.
         """
         expected = math.prod(self._chunk) * self._tail.dtype.itemsize
-        if len(data) < 16 or int.from_bytes(data[4:8], "little") != expected:  # before blosc makes room for it
+        if len(data) < 16 or int.from_bytes(data[4:8], "little") != expected:  # before blosc allocates memory
             raise ValueError(f"a chunk of array {self.key!r} is damaged")
         try:
             flat = np.frombuffer(self._blosc.decode(data), self._tail.dtype)

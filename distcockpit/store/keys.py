@@ -1,8 +1,8 @@
-"""Where the bytes of a store go: a folder, or any store of zarr. Knows keys and bytes, nothing of rows.
+"""Where the bytes of a store go: a folder, or any zarr store. Knows about keys and bytes, but not about rows.
 
-A folder is written directly: files are replaced as a whole by renaming, and nothing but the file system is needed, also
-while the interpreter ends. Everything else goes through ``zarr.abc.store.Store``, many keys at a time, and no call
-takes longer than a limit.
+A folder is written directly: files are replaced atomically by renaming, and only the file system is needed, even at
+interpreter shutdown. Everything else goes through ``zarr.abc.store.Store``, many keys at a time, and every call has a
+time limit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from zarr.storage import FsspecStore, LocalStore
 
 T = TypeVar("T")
 
-PARTIAL = ".partial"  # what ends so is a file that was being written when its process died
-AT_ONCE = 32  # requests to a remote store
+PARTIAL = ".partial"  # suffix of files that were being written when their process died
+AT_ONCE = 32  # concurrent requests to a remote store
 
 
 class Keys(ABC):
-    """Keys and their bytes. A key is replaced as a whole; several are not replaced together."""
+    """Keys and their bytes. Replacing one key is atomic; replacing several is not."""
 
     name: str  # for people
 
     @abstractmethod
     def get(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The bytes of those keys that exist."""
+        """The bytes of the keys that exist."""
 
     @abstractmethod
     def put(self, items: Mapping[str, bytes]) -> None:
@@ -43,19 +43,19 @@ class Keys(ABC):
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> bool:
-        """Write a key unless it exists; says whether it did."""
+        """Write a key unless it exists; return True if it was written."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove keys; those that do not exist do no harm."""
+        """Remove keys; missing ones are ignored."""
 
     @abstractmethod
     def list(self) -> list[str]:
-        """All keys, and files that are none."""
+        """All keys, including files that are not keys."""
 
     @abstractmethod
     def is_empty(self) -> bool:
-        """True if there is nothing."""
+        """True if there is nothing there."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -63,19 +63,19 @@ class Keys(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """Number of bytes of a key, or ``None``."""
+        """Size of a key in bytes, or ``None``."""
 
     @abstractmethod
     def total(self) -> int:
-        """Number of bytes of all keys."""
+        """Total size of all keys in bytes."""
 
     @abstractmethod
     def count(self, folder: str, enough: int) -> int:
-        """Number of keys directly below a folder; counting may end at ``enough``."""
+        """Number of keys directly below a folder; counting may stop at ``enough``."""
 
     @abstractmethod
     def store(self) -> Store:
-        """The same for reading through zarr."""
+        """The same store, for reading through zarr."""
 
     def get_one(self, key: str) -> bytes | None:
         """The bytes of a key, or ``None``."""
@@ -86,8 +86,8 @@ class FolderKeys(Keys):
     """Files in a folder.
 
     Args:
-        path: The folder; it is made when the first key is written.
-        durable: Wait until the disk has each file, so that they outlive a loss of power.
+        path: The folder; it is created when the first key is written.
+        durable: Sync each file to disk, so that it survives a power loss.
     """
 
     def __init__(self, path: Path, durable: bool = False) -> None:
@@ -104,7 +104,7 @@ class FolderKeys(Keys):
         return found
 
     def put(self, items: Mapping[str, bytes]) -> None:
-        """Each file is written beside its place and renamed."""
+        """Write each file under a temporary name, then rename it."""
         for key, data in items.items():
             target, temporary = self._written_beside(key, data)
             try:
@@ -117,7 +117,7 @@ class FolderKeys(Keys):
                 _flush_folder(folder)
 
     def create(self, key: str, data: bytes) -> bool:
-        """A hard link, which only one process can make."""
+        """Create a hard link, which only one process can do."""
         target, temporary = self._written_beside(key, data)
         try:
             os.link(temporary, target)
@@ -164,24 +164,24 @@ class FolderKeys(Keys):
         return not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
 
     def clear(self) -> None:
-        """At once, so that no reader sees half a run."""
+        """Remove everything at once, so that no reader sees half a run."""
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.old")
         self.path.rename(aside)
         shutil.rmtree(aside)
 
     def size(self, key: str) -> int | None:
-        """Of the file."""
+        """Size of the file."""
         try:
             return (self.path / key).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def total(self) -> int:
-        """Files may go away while they are counted."""
+        """Total size; files may disappear while they are counted."""
         return sum(self.size(key) or 0 for key in self.list())
 
     def count(self, folder: str, enough: int) -> int:
-        """Files; those that were being written do not count."""
+        """Number of files, not counting unfinished ones."""
         try:
             names = os.scandir(self.path / folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -196,19 +196,19 @@ class FolderKeys(Keys):
 
 
 class StoreKeys(Keys):
-    """A store of zarr: memory, S3, anything.
+    """A zarr store: memory, S3, anything.
 
     Args:
         store: The store.
-        name: What people call it.
-        seconds: Longest time that a call may take.
+        name: Name shown to users.
+        seconds: Maximum time that a call may take.
     """
 
     def __init__(self, store: Store, name: str, seconds: float) -> None:
         self._store, self.name, self._seconds = store, name, seconds
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on zarr's own loop, to which connections of a store belong.
+        """Run on zarr's own event loop, which the store's connections belong to.
 
         Raises:
             TimeoutError: If it takes too long.
@@ -219,7 +219,7 @@ class StoreKeys(Keys):
                 return await work
 
         try:
-            return sync(limited(), timeout=self._seconds + 5)  # the rest for a store that blocks the loop
+            return sync(limited(), timeout=self._seconds + 5)  # the extra time is for a store that blocks the loop
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {self._seconds:g} s") from error
 
@@ -247,7 +247,7 @@ class StoreKeys(Keys):
         self._each(lambda item: self._store.set(item[0], make(item[1])), items.items())
 
     def create(self, key: str, data: bytes) -> bool:
-        """As exclusive as the store can be; who reads the key afterwards sees who came first or last."""
+        """As exclusive as the store allows; reading the key afterwards shows which writer won."""
         self._run(self._store.set_if_not_exists(key, default_buffer_prototype().buffer.from_bytes(data)))
         return self.get_one(key) == data
 
@@ -268,12 +268,12 @@ class StoreKeys(Keys):
         return self._run(self._store.is_empty(""))
 
     def clear(self) -> None:
-        """The root goes first, so that no reader takes the rest for a run."""
+        """Remove the root first, so that no reader mistakes the rest for a run."""
         self.delete(["zarr.json"])
         self.delete(self.list())
 
     def size(self, key: str) -> int | None:
-        """Of the value."""
+        """Size of the value."""
 
         async def asked() -> int | None:
             try:
@@ -284,11 +284,11 @@ class StoreKeys(Keys):
         return self._run(asked())
 
     def total(self) -> int:
-        """Asks the store."""
+        """Ask the store."""
         return self._run(self._store.getsize_prefix(""))
 
     def count(self, folder: str, enough: int) -> int:
-        """Keys, until there are enough."""
+        """Count keys until there are enough."""
 
         async def counted() -> int:
             n = 0
@@ -306,11 +306,11 @@ class StoreKeys(Keys):
 
 
 def check_store(store: object) -> str:
-    """What people call this store.
+    """Check a store and return its name for users.
 
     Raises:
-        TypeError: If it is no store.
-        ValueError: If it may not be written.
+        TypeError: If it is not a store.
+        ValueError: If it is read-only.
     """
     if isinstance(store, Store):
         return _folder(store).name if isinstance(store, LocalStore) else str(store)
@@ -330,14 +330,14 @@ def keys_of(
     """The keys of a path, a URL or a store.
 
     Args:
-        store: A path, a URL that fsspec knows, or a store of zarr.
-        storage_options: Of fsspec, for a URL.
-        seconds: Longest time that a call to a store other than a folder may take.
+        store: A path, a URL that fsspec knows, or a zarr store.
+        storage_options: fsspec options, for a URL.
+        seconds: Maximum time that a call to a store other than a folder may take.
         durable: As for `FolderKeys`.
 
     Raises:
-        TypeError: If it is no store.
-        ValueError: If no such protocol is known, or options are given that nothing takes.
+        TypeError: If it is not a store.
+        ValueError: If the protocol is unknown, or options are given that do not apply.
         ImportError: If the protocol needs a package that is not installed.
     """
     name = check_store(store)

@@ -1,4 +1,4 @@
-"""One writer at a time: a key in the store that says who writes it, renewed while he lives."""
+"""One writer at a time: a key in the store that says who writes it, renewed while the writer is alive."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from distcockpit.store.keys import Keys
 
 KEY = "writer/zarr.json"
-"""A group of Zarr without members, so that a reader who lists the store finds nothing strange."""
+"""An empty Zarr group, so that a reader who lists the store finds nothing unexpected."""
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who writes."""
+    """The writer."""
 
-    host: str  # with the name space of its processes: two containers may have one name
+    host: str  # with its PID namespace: two containers may share a host name
     process: int
-    started: str  # when the process began, in the host's own words: numbers of processes come again
+    started: str  # when the process started, in the host's own format: PIDs are reused
     token: str
 
     @classmethod
@@ -33,7 +33,7 @@ class LockHolder:
 
     @property
     def is_dead(self) -> bool:
-        """True if it is known to have ended: only what ran on this host can be."""
+        """True if it is known to have ended, which only a process of this host can be."""
         return self.host == _host() and _start_of(self.process) != self.started
 
 
@@ -42,7 +42,7 @@ class Lock:
 
     Args:
         keys: The store.
-        stale_seconds: Who did not renew his lock for so long has lost it.
+        stale_seconds: A lock that was not renewed for this long is lost.
     """
 
     def __init__(self, keys: Keys, stale_seconds: float) -> None:
@@ -51,13 +51,13 @@ class Lock:
         self._renewed = 0.0
 
     def check(self, *, patient: bool) -> bool:
-        """True if somebody who is gone holds the lock.
+        """True if the lock is held by a writer that is gone.
 
         Args:
             patient: Wait for a lock to become stale, as long as nobody renews it.
 
         Raises:
-            FileExistsError: If somebody writes the store.
+            FileExistsError: If another process writes to the store.
         """
         first = found = self._held()
         while found is not None and not self._is_stale(*found):
@@ -83,7 +83,7 @@ class Lock:
         """Take the lock, which `check` found free.
 
         Raises:
-            FileExistsError: If somebody else was faster.
+            FileExistsError: If another process was faster.
         """
         if not self._keys.create(KEY, self._document()):
             self._keys.put({KEY: self._document()})
@@ -95,13 +95,13 @@ class Lock:
         self._renewed = time.monotonic()
 
     def renew(self) -> None:
-        """Give a sign of life, if the last one is a while ago.
+        """Renew the lock, if it is due.
 
         Raises:
-            FileExistsError: If somebody took the lock, because the last sign was too long ago.
+            FileExistsError: If another process took the lock, because the last renewal was too long ago.
         """
         if self.seconds_to_renewal <= 0:
-            self._renewed = time.monotonic()  # also where it fails: the next one will be in time
+            self._renewed = time.monotonic()  # even if it fails: the next one will be in time
             held = self._held()
             if held is not None and held[0] != self.writer:
                 raise FileExistsError(f"{self._keys.name} is now being written by another process, {held[0].process}")
@@ -109,7 +109,7 @@ class Lock:
 
     @property
     def seconds_to_renewal(self) -> float:
-        """When the next sign of life is due."""
+        """Seconds until the next renewal is due."""
         return self._renewed + self._stale_seconds / 4 - time.monotonic()
 
     def release(self) -> None:
@@ -130,7 +130,7 @@ class Lock:
             when = float(known.pop("time"))
             return LockHolder(**known), when
         except (ValueError, KeyError, TypeError):
-            return None  # what cannot be read holds nobody
+            return None  # an unreadable lock blocks nobody
 
     def _document(self) -> bytes:
         attributes = {**asdict(self.writer), "time": time.time()}
@@ -145,7 +145,7 @@ def _host() -> str:
 
 
 def _start_of(process: int) -> str:
-    """When a process of this host began; "none" if it has ended, empty where the system does not tell."""
+    """When a process of this host started; "none" if it has ended, empty if the system does not say."""
     try:
         state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "none" if state in "ZX" else rest[18]

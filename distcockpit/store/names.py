@@ -1,4 +1,4 @@
-"""Names and texts that come from a store, made fit to be shown; anybody may have written them."""
+"""Make names and strings from an untrusted store safe to display."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import unicodedata
 
 LONGEST = 120
 FORBIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories of characters that act instead of being seen: escape sequences, directions of writing, breaks."""
+"""Unicode categories of characters with effects instead of glyphs: escape sequences, text direction, line breaks."""
 
 
 def plain(text: object, longest: int = LONGEST) -> str:
-    """One line of visible characters; what is not visible is replaced, and what is too long is cut in the middle."""
+    """One line of visible characters; invisible ones are replaced, and long strings are shortened in the middle."""
     seen = visible(text)
     if len(seen) <= longest:
         return seen
@@ -20,15 +20,15 @@ def plain(text: object, longest: int = LONGEST) -> str:
 
 
 def visible(text: object) -> str:
-    """The whole text, with something to be seen in place of each character that is not."""
+    """The whole string, with a visible stand-in for each invisible character."""
     return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in FORBIDDEN else c for c in str(text))
 
 
 def for_plotly(text: object, longest: int = LONGEST) -> str:
-    """For Plotly's texts, which know some tags and templates, and no entities for quotes."""
+    """Escape for Plotly, whose strings support some tags and templates, but no entities for quotes."""
     return html.escape(plain(text, longest), quote=False).replace("%{", "&#37;{")
 
 
 def for_figure(text: object) -> str:
-    """For Matplotlib, which takes what is between dollars for a formula."""
+    """Escape for Matplotlib, which parses anything between dollar signs as a formula."""
     return plain(text).replace("$", r"\$")

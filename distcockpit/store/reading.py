@@ -1,7 +1,7 @@
-"""Reading a store that anybody may have written: nothing in it is executed, and nothing is allocated on its word alone.
+"""Reading untrusted stores: nothing in a store is executed, and its claimed sizes are checked before allocating memory.
 
-Only what distcockpit writes is read: Zarr v3 with consolidated metadata, numbers and texts, blosc. Before an array is
-looked at its documents are checked; before a chunk is decoded, how long it says that it will be.
+Only what distcockpit writes is read: Zarr v3 with consolidated metadata, numbers and strings, blosc. Documents are
+checked before an array is opened, and the claimed size of a chunk before it is decoded.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class UnsafeStoreError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A store whose documents are in order."""
+    """A store whose documents have been checked."""
 
     keys: Keys
     attributes: Mapping[str, Any]
     arrays: Mapping[str, Mapping[str, Any]]  # metadata, by path
-    documents: Mapping[str, bytes]  # by key: those that were checked, whatever the store says later
+    documents: Mapping[str, bytes]  # by key, as they were checked, whatever the store says later
 
     def store(self) -> Store:
-        """What zarr and xarray read; it checks each chunk."""
+        """The store for zarr and xarray to read; it checks each chunk."""
         return _Checked(self.keys.store(), self.documents, {p: _chunk_bytes(d) for p, d in self.arrays.items()})
 
     def chunks(self, path: str) -> Iterator[str]:
@@ -58,13 +58,13 @@ class Run:
             yield "/".join([path, "c", *map(str, index)])
 
     def n_chunks(self, path: str) -> int:
-        """How many these are."""
+        """How many chunks there are."""
         return math.prod(self._grid(path))
 
     def _grid(self, path: str) -> list[int]:
         document = self.arrays[path]
         shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
-        # Ranks that came in a later part of the run have no chunks in the parts before.
+        # Ranks that joined in a later part of the run have no chunks in earlier parts.
         sizes = [c if dim == "rank" else n for n, c, dim in zip(shape, chunk, document["dimension_names"], strict=True)]
         return [math.ceil(n / c) for n, c in zip(sizes, chunk, strict=True)]
 
@@ -73,13 +73,13 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
     """The run in a store, with its documents checked.
 
     Args:
-        store: A path, a URL or a store of zarr.
-        storage_options: Of fsspec, for a URL.
+        store: A path, a URL or a zarr store.
+        storage_options: fsspec options, for a URL.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If there is nothing there.
         OSError: If the store cannot be reached.
-        UnsafeStoreError: If it is no run of distcockpit, of a newer format, or not in order.
+        UnsafeStoreError: If it is not a distcockpit run, has a newer format, or is damaged.
     """
     keys = keys_of(store, storage_options)
     problem, (data, root) = f"store={keys.name!r} is not a valid distcockpit run", _root(keys)
@@ -90,7 +90,7 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
             if path.endswith("/step"):
                 _check_rows(keys, path, document)
     except UnsafeStoreError as error:
-        if keys.get_one("zarr.json") != data:  # it was cut in the meantime
+        if keys.get_one("zarr.json") != data:  # it was truncated in the meantime
             return open_store(store, storage_options)
         raise UnsafeStoreError(f"{problem}: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -101,32 +101,32 @@ def open_store(store: str | os.PathLike[str] | Store, storage_options: Mapping[s
 
 
 def commit(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> str:
-    """What tells this commit of a run from every other one; one document is read.
+    """A string that identifies this commit of a run; reads only one document.
 
     Args:
         store: As for `open_store`.
         storage_options: As for `open_store`.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If there is nothing there.
         OSError: If the store cannot be reached.
-        UnsafeStoreError: If it is no run of distcockpit, or of a newer format.
+        UnsafeStoreError: If it is not a distcockpit run, or has a newer format.
     """
     _, root = _root(keys_of(store, storage_options))
     return "-".join(plain(root["attributes"].get(name, "")) for name in ("writer", "generation", "commit", "state"))
 
 
 def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
-    """The root's document.
+    """The root document.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If there is nothing there.
         OSError: If the store cannot be reached.
-        UnsafeStoreError: If it is no run of distcockpit, or of a newer format.
+        UnsafeStoreError: If it is not a distcockpit run, or has a newer format.
     """
     try:
         nothing = keys.is_empty()
-    except Exception as error:  # each kind of store has its own
+    except Exception as error:  # each kind of store raises its own
         raise OSError(f"store={keys.name!r} could not be read: {type(error).__name__}: {error}") from error
     if nothing:
         raise FileNotFoundError(f"store={keys.name!r}: there is no run here.")
@@ -169,7 +169,7 @@ def problems(run: Run, progress: Callable[[int, int], None]) -> list[str]:
                 except (ValueError, RuntimeError) as error:
                     told.append(f"{key} is damaged: {error}")
             if not path.endswith("/step"):
-                steps.clear()  # only rows' numbers are looked at as well
+                steps.clear()  # only the row numbers are looked at as well
             done += 1
             progress(done, total)
         if len(steps) == run.n_chunks(path) and path.endswith("/step"):
@@ -187,7 +187,7 @@ def _checked(metadata: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
     """The arrays, by path.
 
     Raises:
-        UnsafeStoreError: If something is not as distcockpit writes it.
+        UnsafeStoreError: If anything differs from what distcockpit writes.
     """
     for path, document in metadata.items():
         names = path.split("/")
@@ -226,7 +226,7 @@ TEXTS = ("coordinates", "quantity", "description", "source", "long_name", "units
 
 
 def _check_attributes(path: str, attributes: Mapping[str, Any]) -> None:
-    """Check that attributes are those that distcockpit writes: xarray computes with others, such as scale_factor.
+    """Check that attributes are ones that distcockpit writes: xarray acts on others, such as scale_factor.
 
     Raises:
         UnsafeStoreError: If not.
@@ -249,7 +249,7 @@ ROOT_TYPES = {
 
 
 def _check_root(attributes: Mapping[str, Any]) -> None:
-    """Check whether what the root says of the run has the types that readers rely on.
+    """Check that the root's attributes have the types that readers rely on.
 
     Raises:
         UnsafeStoreError: If not.
@@ -266,7 +266,7 @@ def _check_root(attributes: Mapping[str, Any]) -> None:
 
 
 def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:
-    """Check whether there are as many chunks as the rows of a group need: readers load the steps when they open it.
+    """Check that a group has as many chunks as its rows need: readers load the steps when they open it.
 
     Raises:
         UnsafeStoreError: If not.
@@ -278,7 +278,7 @@ def _check_rows(keys: Keys, path: str, document: Mapping[str, Any]) -> None:
 
 
 def _chunk_bytes(document: Mapping[str, Any]) -> tuple[int, int]:
-    """The least and the most that a decoded chunk may have."""
+    """Minimum and maximum size of a decoded chunk in bytes."""
     elements = math.prod(document["chunk_grid"]["configuration"]["chunk_shape"])
     if document["data_type"] == "string":
         return 0, max(MAX_LABEL_BYTES, 0 if elements < MAX_LABEL_BYTES else MAX_CHUNK_BYTES + 1)
@@ -287,7 +287,7 @@ def _chunk_bytes(document: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_chunk(data: bytes, least: int, most: int) -> None:
-    """Check whether blosc would make room for what is expected.
+    """Check that blosc would allocate as much as expected.
 
     Raises:
         UnsafeStoreError: If not.
@@ -311,7 +311,7 @@ class _Checked(WrapperStore[Store]):
         """The bytes of a key.
 
         Raises:
-            UnsafeStoreError: If it is a chunk of another array, or says that it is longer than it may be.
+            UnsafeStoreError: If it is a chunk of another array, or claims to be longer than it may be.
         """
         if key in self._documents or key.endswith("zarr.json"):
             document = self._documents.get(key)

@@ -1,4 +1,4 @@
-"""Which groups a run has, and their rows in portions that fit into memory, however long the run and wide the rows."""
+"""The groups of a run, and their rows in blocks that fit into memory, however long the run or wide the rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 MOST_NUMBERS = 4_000_000
-"""Numbers that are read at a time: 32 MB."""
+"""How many numbers are read at a time: 32 MB."""
 
 
 def find(run: xr.DataTree, kind: str, **fields: str) -> dict[str, xr.Dataset]:
@@ -18,8 +18,9 @@ def find(run: xr.DataTree, kind: str, **fields: str) -> dict[str, xr.Dataset]:
 
     Args:
         run: A run.
-        kind: Name of the class, ``"HessTrace"``, whatever the groups are called; ``"log"`` is the user's scalars.
-        fields: Arrays of numbers that the group must have, with their dimensions, ``trace="step parameter"``.
+        kind: Name of the class, such as ``"HessTrace"``, whatever the groups are called; ``"log"`` is the user's
+            scalars.
+        fields: Numeric arrays that the group must have, with their dimensions, such as ``trace="step parameter"``.
     """
 
     def fits(node: xr.DataTree) -> bool:
@@ -35,7 +36,7 @@ def find(run: xr.DataTree, kind: str, **fields: str) -> dict[str, xr.Dataset]:
 
 
 def kind_of(name: str, node: xr.DataTree) -> str:
-    """The class of quantity of a group."""
+    """The quantity class of a group."""
     return str(node.attrs.get("quantity", "log" if name == "log" else ""))
 
 
@@ -45,22 +46,22 @@ def across(array: xr.DataArray) -> int:
 
 
 def few(array: xr.DataArray, most: int) -> xr.DataArray:
-    """At most so many rows, at equal distances, first and last among them; as stored, not read yet."""
+    """At most this many evenly spaced rows, including the first and the last; lazily, nothing is read yet."""
     rows = array.sizes["step"]
     return array if rows <= most else array.isel(step=np.linspace(0, rows - 1, most).astype(int))
 
 
 def portion(array: xr.DataArray, most: int = MOST_NUMBERS) -> xr.DataArray:
-    """As many rows, at equal distances, as are read at a time; not read yet."""
+    """As many evenly spaced rows as are read at a time; lazily, nothing is read yet."""
     return few(array, max(1, most // across(array)))
 
 
 def in_blocks(array: xr.DataArray, starts: NDArray[Any] | None = None) -> Iterator[tuple[int, NDArray[Any]]]:
-    """All rows, a block after the other, each with the number of its first row.
+    """All rows, block by block, each with the number of its first row.
 
     Args:
         array: With the dimension ``step`` first.
-        starts: Rows at which blocks may begin; by default all.
+        starts: Rows at which blocks may begin; by default any.
     """
     rows = array.sizes["step"]
     most = max(1, MOST_NUMBERS // across(array))

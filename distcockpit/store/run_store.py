@@ -9,19 +9,19 @@
     │   ├── alpha, ...       (step, ...) the quantity's fields
     │   └── parameter, ...   (parameter) labels of the other dimensions
     ├── log/                 the user's scalars
-    └── writer/              who writes; only while somebody does, and not in the consolidated metadata
+    └── writer/              the writer's lock; only while there is one, and not in the consolidated metadata
 
-A commit writes chunks, then array documents, then group documents, and last the root document, whose consolidated
-metadata holds every shape. A single key is replaced as a whole, so that the root document decides: rows beyond the
-shapes it states do not exist. Pending bytes are forgotten only after it is written. A run that is resumed drops rows in
-the other order: root, groups, arrays, the last chunks, what lies beyond; ``generation`` grows.
+A commit writes chunks, then array documents, then group documents, and finally the root document, whose consolidated
+metadata holds every shape. Replacing a single key is atomic, so the root document decides: rows beyond the shapes it
+states do not exist. Pending bytes are discarded only after it is written. A resumed run drops rows in the reverse
+order: root, groups, arrays, the last chunks, whatever lies beyond; ``generation`` increases.
 
-Where the model changes, arrays grow along their labelled dimensions: new names are appended, and rows hold the fill
-value for names that the model did not have then. Chunks keep their size, and further ones lie beside the first along
-such a dimension. ``segments`` says from which step on each part of the run has which parameters.
+If the model changes, arrays grow along their labelled dimensions: new names are appended, and rows hold the fill value
+for names that the model did not have at the time. Chunks keep their size, and additional chunks are added along such a
+dimension. ``segments`` says from which step on each part of the run has which parameters.
 
 The only file that writes Zarr. zarr creates the documents once, in memory; after that only shapes change, and chunks
-are encoded directly: its own append holds the interpreter lock and allocates enough to set off garbage collections.
+are encoded directly: zarr's own append holds the GIL and allocates enough to trigger garbage collections.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from distcockpit.store.schema import COORDINATES, FORMAT, FORMAT_VERSION, Field,
 CHUNK_BYTES, MAX_CHUNK_ROWS, STEP_CHUNK_ROWS = 256 * 1024, 32768, 65536
 STEP = Field((), "step", "1", "optimizer steps as numbered by the training loop", dtype="int64")
 MODES = ("w-", "w", "a")
-MOST_PARTS = 50  # that the attribute ``segments`` tells apart
+MOST_PARTS = 50  # that the attribute ``segments`` distinguishes
 ROOT = "zarr.json"
-SCHEDULE = re.compile(r"schedule=[^(),]*(\([^()]*\))?(, )?")  # in the text of an option
+SCHEDULE = re.compile(r"schedule=[^(),]*(\([^()]*\))?(, )?")  # in an option's string
 
 
 class RunStore:
@@ -60,16 +60,16 @@ class RunStore:
 
     Args:
         keys: Where its bytes go.
-        mode: "w-" refuses an existing run, "w" replaces one, "a" goes on with one if there is one.
+        mode: "w-" refuses an existing run, "w" replaces it, "a" continues it if there is one.
         groups: The groups of the quantities.
         attributes: Attributes of the root.
         segment: Facts about this part of the run, for the attribute ``segments``.
-        lock_seconds: A writer that gave no sign of life for so long is gone.
-        unwritten_bytes: Most memory for full chunks that the store did not take; rows beyond it are dropped.
+        lock_seconds: A writer that did not renew its lock for this long is gone.
+        unwritten_bytes: Maximum memory for full chunks that the store did not accept; rows beyond it are dropped.
 
     Raises:
-        FileExistsError: If there is a run and ``mode="w-"``, something that is no run of ours, or another writer.
-        ValueError: If the run that is there is not the one to be resumed.
+        FileExistsError: If there is a run and ``mode="w-"``, something that is not one of our runs, or another writer.
+        ValueError: If the existing run is not the one to resume.
         OSError: If the store cannot be written.
     """
 
@@ -98,8 +98,8 @@ class RunStore:
             "writer": self._lock.writer.token,
         }
         self._columns: dict[str, dict[str, Column]] = {}
-        self._labels: dict[str, dict[str, Any]] = {}  # documents of the names along dimensions
-        self._names: dict[str, dict[str, list[str]]] = {}  # these names
+        self._labels: dict[str, dict[str, Any]] = {}  # documents of the dimension labels
+        self._names: dict[str, dict[str, list[str]]] = {}  # the labels themselves
         self._groups: dict[str, Group] = {}  # what the next rows look like
         self._group_attributes: dict[str, dict[str, Any]] = {}
         self._first: dict[str, bytes] = {}
@@ -118,17 +118,17 @@ class RunStore:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name shown to users."""
         return self._keys.name
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that were lost since the run began, because they came faster than the store took them."""
+        """Rows lost since the run began, because they came faster than the store could take them."""
         return self._attributes["dropped_rows"]
 
     @property
     def first_step(self) -> int | None:
-        """The first step of the rows that a resumed run has, if it has any."""
+        """The first step that a resumed run has a row for, if any."""
         return min((int(steps[0]) for steps in self._found.values() if len(steps)), default=None)
 
     # -- opening -------------------------------------------------------------------------------------------------------
@@ -152,10 +152,10 @@ class RunStore:
                 self._keys.clear()
             self._lock.take()
             try:
-                if is_ours and mode == "a" and self._has_groups():  # else it was killed before its first commit
+                if is_ours and mode == "a" and self._has_groups():  # otherwise it was killed before its first commit
                     self._resume(root)
                 else:
-                    # The first key makes the folder recognisable as a run of ours, should the rest fail.
+                    # The first key makes the folder recognisable as one of our runs, in case the rest fails.
                     self._put({ROOT: _group_document(self._attributes, {})})
                     self._has_begun = True
                     self.commit()
@@ -164,7 +164,7 @@ class RunStore:
                 raise
         except (FileExistsError, ValueError):
             raise
-        except Exception as error:  # each kind of store has its own
+        except Exception as error:  # each kind of store raises its own
             raise OSError(f"store={self.name!r} could not be written: {type(error).__name__}: {error}") from error
 
     def _has_groups(self) -> bool:
@@ -172,17 +172,17 @@ class RunStore:
         return data is not None and bool(json.loads(data)["consolidated_metadata"]["metadata"])
 
     def _root(self) -> dict[str, Any]:
-        """The attributes of the root that is there; nothing if it is none."""
+        """The attributes of the existing root; empty if there is none."""
         try:
             return dict(json.loads(self._keys.get_one(ROOT) or b"{}")["attributes"])
         except (ValueError, KeyError, TypeError):
             return {}
 
     def _resume(self, root: Mapping[str, Any]) -> None:
-        """Take over what a run holds.
+        """Take over the contents of an existing run.
 
         Raises:
-            ValueError: If it is another run.
+            ValueError: If it is a different run.
         """
         different = f"store={self.name!r}, mode='a': cannot resume a different run:"
         if root["format_version"] != FORMAT_VERSION:
@@ -202,7 +202,7 @@ class RunStore:
         data = self._keys.get_one(ROOT) or b""
         self._written[ROOT] = data
         metadata = json.loads(data)["consolidated_metadata"]["metadata"]
-        for path, document in metadata.items():  # the user's scalars, and what only an earlier part of the run has
+        for path, document in metadata.items():  # the user's scalars, and anything only an earlier part of the run has
             group, _, name = path.partition("/")
             if name and name not in self._columns.get(group, {name}) and document["dimension_names"][0] == "step":
                 is_float = np.dtype(document["data_type"]).kind == "f"
@@ -229,11 +229,11 @@ class RunStore:
         self._attributes |= {name: root[name] for name in kept} | {"segments": segments}
 
     def begin(self, step: int, limits: Mapping[str, int]) -> None:
-        """The first step of this segment is known: drop the rows of a resumed run that will be written again.
+        """Called when this segment's first step is known: drop the rows of a resumed run that will be rewritten.
 
         Args:
             step: The first step that is tracked or logged.
-            limits: For each group the first step whose row is dropped, ``step`` where nothing is said.
+            limits: For each group, the first step whose row is dropped; by default ``step``.
 
         Raises:
             Exception: If the store cannot be read or written; call it again.
@@ -257,12 +257,12 @@ class RunStore:
         self._attributes |= {"segments": segments}
 
     def change(self, step: int, groups: Mapping[str, Group], facts: Mapping[str, Any]) -> None:
-        """Another part of the run begins, whose rows may have other parameters and layers.
+        """Begin another part of the run, whose rows may have other parameters and layers.
 
         Args:
             step: The first step of the part.
             groups: The groups of the quantities from now on.
-            facts: What the attribute ``segments`` says of the part.
+            facts: What the attribute ``segments`` says about the part.
         """
         every = self._attributes["parameters"]
         *earlier, segment = ({"parameters": every, **part} for part in self._attributes["segments"])
@@ -270,7 +270,7 @@ class RunStore:
         ended = {**segment, "last_step": min(self._last_step, step - 1)}
         if len(earlier) < MOST_PARTS:
             segments = [*earlier, ended, part]
-        else:  # a model that is another one at every step
+        else:  # a model that changes at every step
             segments = [*earlier, {**part, "first_step": segment["first_step"], "change": "changes very often"}]
         every = {**facts["parameters"], **every}
         self._attributes = {**self._attributes, "segments": segments, "parameters": every}
@@ -343,7 +343,7 @@ class RunStore:
         self._first.update({f"{group_name}/{k}": v for k, v in documents.items() if not k.endswith("zarr.json")})
 
     def _read_labels(self, path: str, document: Mapping[str, Any]) -> list[str]:
-        """The names along a dimension of a run that is there."""
+        """The labels along a dimension of an existing run."""
         (size,), (chunk,) = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
         found = self._keys.get([f"{path}/c/{index}" for index in range(-(-size // chunk))])
         make = default_buffer_prototype().buffer.from_bytes
@@ -351,7 +351,7 @@ class RunStore:
         return [str(name) for name in np.asarray(zarr.open_array(MemoryStore(data), path=path, mode="r")[:])]
 
     def _arrange(self) -> None:
-        """Let each array have room for what the next rows hold, and know where it lies."""
+        """Make room in each array for what the next rows hold, and record where it goes."""
         for name, group in self._groups.items():
             columns, places = self._columns[name], {}
             for dim, size in group.sizes.items():
@@ -374,16 +374,16 @@ class RunStore:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def append(self, group: str, step: int, row: Row, coordinates: Mapping[str, Any]) -> bool:
-        """Add a row; it is stored at the next commit. Where memory for unwritten rows is full, it is dropped.
+        """Add a row; it is stored at the next commit. If the memory for unwritten rows is full, it is dropped.
 
         Args:
             group: Name of the group.
             step: The step of the row.
-            row: A value for each field. In the group ``log`` a new name makes a new array.
+            row: A value for each field. In the group ``log``, a new name creates a new array.
             coordinates: ``wall_time``, ``epoch`` and ``batch_size``.
 
         Returns:
-            Whether a chunk was filled, so that a commit is due.
+            True if a chunk was filled, so that a commit is due.
 
         Raises:
             ValueError: If the row does not fit the group; it then leaves no trace.
@@ -411,20 +411,20 @@ class RunStore:
         return full > 0
 
     def drop(self, rows: int) -> None:
-        """Rows are lost; the store will say so."""
+        """Count lost rows; the store will report them."""
         self._attributes = {**self._attributes, "dropped_rows": self._attributes["dropped_rows"] + rows}
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
-        """Exchange attributes of the root; they are stored at the next commit."""
+        """Update attributes of the root; they are stored at the next commit."""
         self._attributes = {**self._attributes, **attributes}
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def commit(self, state: str = "running") -> None:
-        """Make all rows durable: chunks, arrays, groups, and last the root. A resumed run must have begun.
+        """Make all rows durable: chunks, arrays, groups, and finally the root. A resumed run must have begun.
 
         Raises:
-            Exception: If the store cannot be written; the rows are kept and tried again at the next commit.
+            Exception: If the store cannot be written; the rows are kept and retried at the next commit.
         """
         if not self._has_begun:
             return
@@ -452,20 +452,20 @@ class RunStore:
         self._pending_bytes = self.unwritten_rows = 0
 
     def renew(self) -> None:
-        """Tell others that this process still writes the store, if that is due."""
+        """Renew the lock on the store, if it is due."""
         self._lock.renew()
 
     @property
     def seconds_to_renewal(self) -> float:
-        """When `renew` has something to do."""
+        """Seconds until `renew` has something to do."""
         return self._lock.seconds_to_renewal
 
     def release(self) -> None:
-        """Let others write the store."""
+        """Release the lock on the store."""
         self._lock.release()
 
     def _check_root(self) -> None:
-        """Check whether the root is the one that this process wrote.
+        """Check that the root is the one that this process wrote.
 
         Raises:
             FileNotFoundError: If it is gone.
@@ -496,7 +496,7 @@ class RunStore:
         )
 
     def _put(self, documents: Mapping[str, Any]) -> None:
-        """Write those documents that are not there already."""
+        """Write the documents that are not there yet."""
         data = {key: json.dumps(document).encode() for key, document in documents.items()}
         new = {key: each for key, each in data.items() if self._written.get(key) != each}
         self._keys.put(new)
@@ -504,14 +504,14 @@ class RunStore:
 
 
 def _chunk_rows(inner: tuple[int, ...], itemsize: int) -> int:
-    """The power of two of rows that comes closest to the chunk size from below, at least one."""
+    """Rows per chunk: the largest power of two that does not exceed the chunk size, at least one."""
     rows = max(1, CHUNK_BYTES // max(1, itemsize * int(np.prod(inner, dtype=np.int64))))
     return min(MAX_CHUNK_ROWS, 1 << (rows.bit_length() - 1))
 
 
 @lru_cache(maxsize=256)
 def _array_document(chunk: tuple[int, ...], dims: tuple[str, ...], dtype: str, fill: float) -> bytes:
-    """That of an array without rows; zarr takes a millisecond for each kind, of which a run has few."""
+    """The document of an array without rows; zarr takes a millisecond for each kind, but a run has few kinds."""
     blosc = BloscCodec(cname=COMPRESSOR, clevel=LEVEL, shuffle="shuffle", typesize=np.dtype(dtype).itemsize)
     documents = _made_by_zarr(
         lambda root: root.create_array(
@@ -528,7 +528,7 @@ def _array_document(chunk: tuple[int, ...], dims: tuple[str, ...], dtype: str, f
 
 
 def _made_by_zarr(create: Callable[[zarr.Group], object]) -> dict[str, bytes]:
-    """The keys that zarr writes for an array, made in memory."""
+    """The keys that zarr writes for an array, created in memory."""
     memory = MemoryStore()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -544,7 +544,7 @@ class _Documents:
 
 
 def _identity(attributes: Mapping[str, Any]) -> dict[str, str]:
-    """What makes two runs the same, by name; when they track may change."""
+    """The facts, by name, that must match for a run to be resumed; schedules may change."""
     quantities = attributes.get("config", {}).get("quantities", [])
     same = {f"parameter '{name}'": str(shape) for name, shape in attributes.get("parameters", {}).items()}
     for options in quantities:

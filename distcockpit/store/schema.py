@@ -1,4 +1,4 @@
-"""How a row of the store looks: the fields of a group, independent of Zarr and of torch."""
+"""What a row of the store looks like: the fields of a group, independent of Zarr and torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 NAME = re.compile(r"(?!__)[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names of groups and arrays that every store and file system takes."""
+"""Names of groups and arrays that every store and file system accepts."""
 
 FORMAT, FORMAT_VERSION = "distcockpit", 1
-"""What the root of a store says of itself."""
+"""What the root of a store says about itself."""
 
 Row = Mapping[str, Any]
 """Values by field name: numbers, or arrays of the field's shape."""
@@ -24,11 +24,11 @@ class Field:
     """One array of a group; its first dimension is always ``step``.
 
     Args:
-        dims: Names of the further dimensions.
-        long_name: What a plot writes on its axis.
+        dims: Names of the other dimensions.
+        long_name: Axis label for plots.
         units: Units; "1" is dimensionless.
         description: A sentence for the reader of the store.
-        dtype: NumPy name of the type.
+        dtype: NumPy name of the data type.
         codes: Meanings of the values 0, 1, ... of a status (the CF conventions' flags).
     """
 
@@ -41,11 +41,11 @@ class Field:
 
     @property
     def fill(self) -> float | int:
-        """What stands where nothing was written: NaN for floats, 0 for counts."""
+        """The fill value, where nothing was written: NaN for floats, 0 for counts."""
         return np.nan if np.dtype(self.dtype).kind == "f" else 0
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the array, CF names."""
+        """Attributes of the array, with CF names."""
         attributes: dict[str, Any] = {"long_name": self.long_name, "units": self.units}
         if self.description:
             attributes["description"] = self.description
@@ -91,9 +91,9 @@ COORDINATES = {
     "epoch": Field((), "epoch", "1", "as given to track or log, NaN where not given"),
     "batch_size": Field((), "batch size", "samples", "samples of all ranks together", dtype="int64"),
 }
-"""Coordinates on ``step`` that every group carries."""
+"""Coordinates on ``step`` that every group has."""
 
 
 def coordinates_of(group: str) -> list[str]:
-    """Names of the coordinates on ``step`` in this group; the user's log knows no batch size."""
+    """Names of the coordinates on ``step`` in this group; the user's log has no batch size."""
     return [name for name in COORDINATES if not (group == "log" and name == "batch_size")]

@@ -1,7 +1,7 @@
 """The background thread of rank 0: waits for totals, finalizes quantities, appends rows, commits.
 
-Nothing that happens to the store reaches the training: a full queue makes a step wait once, then rows are dropped and
-counted; a store that fails keeps its rows in memory and is tried again.
+Store problems never reach the training: if the queue is full, one step waits, then rows are dropped and counted; if the
+store fails, rows stay in memory and writes are retried.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from distcockpit.store.run_store import RunStore
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 0.1  # the thread takes what came in the meantime together: waking it takes longer than a row does
-POLL_SECONDS = 0.01  # between two looks at sums that are not there yet
-GRACE_SECONDS = 2.0  # for sums that are on their way when the run ends in disorder
-AGAIN_SECONDS = 1.0  # between two attempts of something that must not fail
+PAUSE_SECONDS = 0.1  # batch what arrived in the meantime: waking the thread takes longer than a row
+POLL_SECONDS = 0.01  # between two polls for sums that have not arrived
+GRACE_SECONDS = 2.0  # for sums in flight when the run does not end cleanly
+AGAIN_SECONDS = 1.0  # between two attempts at something that must not fail
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to be done on the thread.
+    """A job for the thread.
 
     Args:
-        run: Takes the store, and says whether a commit is due.
-        rows: Rows that are lost if it is not done.
-        is_ready: Whether it would not wait for other ranks.
-        insist: It must succeed before anything else is done.
+        run: Takes the store, and returns True if a commit is due.
+        rows: Rows that are lost if the job is not done.
+        is_ready: Returns True if it would not wait for other ranks.
+        insist: The job must succeed before anything else is done.
     """
 
     run: Callable[[RunStore], bool]
@@ -49,7 +49,7 @@ class Writer:
 
     Args:
         store: The run's store.
-        options: When to write, and how long to wait.
+        options: When to write and how long to wait.
         notices: Where to report faults of the store.
     """
 
@@ -59,13 +59,13 @@ class Writer:
         self._pid = os.getpid()
         self._closed, self._last_state = False, "closed"
         self._hurry = threading.Event()
-        self._commit_now = threading.Event()  # also while sums are awaited
+        self._commit_now = threading.Event()  # also while waiting for sums
         self._last_commit = time.monotonic()
-        self._dropped = 0  # by the training thread, since the thread last looked
+        self._dropped = 0  # by the training thread, since this thread last looked
         self._dropped_before = store.dropped_rows  # in earlier segments
         self._is_dropping = False
-        self._in_hand = 0  # rows of the job that the thread has taken
-        self._deadline = float("inf")  # after it nobody waits for sums or for the store
+        self._in_hand = 0  # rows of the job in progress
+        self._deadline = float("inf")  # after it, nothing waits for sums or the store
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="distcockpit-writer", daemon=True)
         self._thread.start()
@@ -73,11 +73,11 @@ class Writer:
     # -- on the training thread ----------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Do this on the thread; if its queue stays full, drop it."""
+        """Run a job on the thread; if its queue stays full, drop the job."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
-            # A step waits once. While the thread stays behind, the next ones do not.
+            # Only one step waits. While the thread is still behind, later ones do not.
             self._jobs.put(job, not self._is_dropping, self._options.wait_seconds)
             self._is_dropping = False
             self._notices.when_new("queue", None)
@@ -93,7 +93,7 @@ class Writer:
             self._hurry.set()
 
     def flush(self) -> bool:
-        """Wait until all that was submitted is committed, or the store takes too long; says whether it is."""
+        """Wait until everything submitted is committed or the store takes too long; True if it is committed."""
         if os.getpid() != self._pid or self._closed:
             return True
         done = threading.Event()
@@ -115,11 +115,11 @@ class Writer:
         return good == [True]
 
     def close(self, state: str = "closed", *, wait_for_ranks: bool = True) -> None:
-        """Write what is there, with this state of the run, and end the thread. Calling it again does nothing.
+        """Write what is there, with this state of the run, and stop the thread. Calling it again does nothing.
 
         Args:
-            state: What the store says of the run.
-            wait_for_ranks: Whether sums may still be on their way; otherwise what is not there is lost.
+            state: What the store says about the run.
+            wait_for_ranks: Wait for sums still in flight; otherwise, sums that have not arrived are lost.
         """
         if os.getpid() != self._pid or self._closed:
             return
@@ -138,7 +138,7 @@ class Writer:
         self._tell_losses()
 
     def _tell_losses(self) -> None:
-        """Say what did not reach the store."""
+        """Report what did not reach the store."""
         late = sum(job.rows for job in list(self._jobs.queue) if job is not None)
         lost = self._store.unwritten_rows + late + self._in_hand
         if self._thread.is_alive():
@@ -167,7 +167,7 @@ class Writer:
                     self._hurry.wait(PAUSE_SECONDS)
                     self._hurry.clear()
             except queue.Empty:
-                if self._closed:  # the queue was full when it should have been told
+                if self._closed:  # the queue was full when the thread should have been told
                     break
             self._renew()
             commit_due = job is not None and self._do(job)
@@ -181,7 +181,7 @@ class Writer:
             self._commit(self._last_state)
         try:
             self._store.release()
-        except Exception:  # others will find the lock stale
+        except Exception:  # other writers will find the lock stale
             logger.debug("distcockpit: the lock could not be removed.", exc_info=True)
 
     def _do(self, job: Job) -> bool:
@@ -198,7 +198,7 @@ class Writer:
         while True:
             try:
                 return job.run(self._store)
-            except Exception as error:  # a fault here must not end the training
+            except Exception as error:  # an error here must not end the training
                 what = f"{self._store.name} could not be resumed yet" if job.insist else "rows are lost"
                 self.report(error, what)
                 if not job.insist or self._gives_up:
@@ -208,7 +208,7 @@ class Writer:
                 self._hurry.wait(AGAIN_SECONDS)
 
     def _wait_for_ranks(self, job: Job) -> bool:
-        """Wait for sums, and commit in the meantime what is there."""
+        """Wait for sums, and commit what is there in the meantime."""
         while not job.is_ready():
             if self._gives_up:
                 return False
@@ -224,7 +224,7 @@ class Writer:
         return time.monotonic() - self._last_commit >= self._options.flush_seconds
 
     def lose(self, rows: int) -> None:
-        """Count rows that are lost."""
+        """Count lost rows."""
         self._dropped += rows
 
     @property
@@ -254,15 +254,15 @@ class Writer:
         return True
 
     def report(self, error: Exception, what: str) -> None:
-        """Remember a fault until the next successful commit, and log it when it is a new one."""
+        """Remember an error until the next successful commit, and log it if it is new."""
         self._notices.when_new("store", f"{what} ({type(error).__name__}: {error}).", str(error))
         self.error = error
 
 
 def at_exit(function: Callable[[], None]) -> None:
-    """Call this when the interpreter ends, while threads can still be started.
+    """Call a function when the interpreter exits, while threads can still be started.
 
-    ``atexit`` comes too late for stores that use thread pools, and does not come in processes of multiprocessing.
+    ``atexit`` runs too late for stores that use thread pools, and does not run in multiprocessing processes.
     """
     try:
         threading._register_atexit(function)  # type: ignore[attr-defined]

@@ -52,12 +52,12 @@ class JoinableCockpit(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """That of the DDP model."""
+        """The device of the DDP model."""
         return self._ddp_model.join_device
 
     @property
     def join_process_group(self) -> Any:
-        """That of the DDP model."""
+        """The process group of the DDP model."""
         return self._ddp_model.join_process_group
 
     def _let_ddp_notify(self) -> None:

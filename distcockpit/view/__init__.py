@@ -1,4 +1,4 @@
-"""What people look at: the terminal, the page, summaries, and other tools' formats.
+"""User-facing output: the terminal, the page, summaries, and exports to other tools' formats.
 
 May import: store, instruments, findings.
 """

@@ -1,4 +1,4 @@
-"""What all commands share: the terminal, progress bars, and what they refuse."""
+"""Shared by all commands: the terminal, progress bars, and argument checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distcockpit.store.names import plain
 
 
 def console() -> Console:
-    """Rich, without its markup and highlighting: what is printed comes from stores."""
+    """A Rich console without markup and highlighting, because the output comes from untrusted stores."""
     columns = os.environ.get("COLUMNS", "")
     wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 140
     return Console(markup=False, highlight=False, emoji=False, width=wide)
@@ -26,7 +26,7 @@ def console() -> Console:
 
 @contextmanager
 def bar(what: str) -> Generator[tuple[Progress, Any], None, None]:
-    """A progress bar on a terminal; nothing elsewhere."""
+    """A progress bar on a terminal; a no-op elsewhere."""
     console = Console(stderr=True, markup=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
@@ -43,10 +43,10 @@ def progress(what: str, total: int) -> Generator[Callable[[str], None], None, No
 
 @contextmanager
 def needs(extra: str) -> Generator[None, None, None]:
-    """An optional package that is missing is an error that says how to get it.
+    """Turn a missing optional package into an error that says how to install it.
 
     Raises:
-        ClickException: If so.
+        ClickException: If a package is missing.
     """
     try:
         yield
@@ -58,23 +58,23 @@ needs_view = functools.partial(needs, "distcockpit[view]")
 
 
 def check_suffix(output: Path, kinds: list[str]) -> None:
-    """Check whether the name of a file says what is written into it."""
+    """Check that a file's suffix matches what is written to it."""
     if output.suffix.lower() not in kinds:
         refuse(f"--output {str(output)!r}: must end in {' or '.join(kinds)}.")
 
 
 def check_place(output: Path, *runs: str) -> None:
-    """Nothing is written into a run."""
+    """Check that no output goes into a run."""
     for run in runs:
         if "://" not in run and output.resolve().is_relative_to(Path(run).resolve()):
             refuse(
                 f"--output {str(output)!r}: is inside the run {run!r}, where nothing is written. Choose another path."
             )
-    output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the work
+    output.parent.mkdir(parents=True, exist_ok=True)  # fail before doing the work
 
 
 def refuse(problem: str) -> NoReturn:
-    """What was typed cannot be done.
+    """Reject what the user typed.
 
     Raises:
         ClickException: Always.

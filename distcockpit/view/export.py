@@ -14,16 +14,16 @@ from distcockpit.sinks import Histogram, add_histogram
 from distcockpit.store.names import visible
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for the beginning of a formula."""
+"""What a spreadsheet interprets as the start of a formula."""
 
 
 def export_csv(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
-    """A table per quantity, a row per step, as `distcockpit.run.to_dataframe` makes it."""
+    """Write one table per quantity with one row per step, as `distcockpit.run.to_dataframe` makes it."""
     return _tables(run, folder, ".csv", lambda frame, path: frame.to_csv(path), progress)
 
 
 def export_parquet(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
-    """As CSV, with types."""
+    """Write the same tables as `export_csv`, but with types."""
     return _tables(run, folder, ".parquet", lambda frame, path: frame.to_parquet(path), progress)
 
 
@@ -48,7 +48,7 @@ def _tables(
 
 
 def _different(names: list[str]) -> list[str]:
-    """Names that became the same when they were made visible, with numbers."""
+    """Number names that became identical when invisible characters were replaced."""
     seen: dict[str, int] = {}
     for k, name in enumerate(names):
         seen[name] = seen.get(name, 0) + 1
@@ -57,13 +57,13 @@ def _different(names: list[str]) -> list[str]:
 
 
 def _cell(text: object) -> str:
-    """A text that no spreadsheet executes."""
+    """A string that no spreadsheet executes."""
     name = visible(text)
     return f"'{name}" if name.startswith(FORMULA) else name
 
 
 def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str], None]) -> list[Path]:
-    """Numbers per step as scalars, named arrays as a scalar per name, one-dimensional histograms as histograms.
+    """Write numbers as scalars, named arrays as one scalar per name, and one-dimensional histograms as histograms.
 
     Tags are ``quantity/field`` and ``quantity/field/name``; wall times are those of the run. NaN is left out, as
     TensorBoard has no gaps.
@@ -109,4 +109,4 @@ def export_tensorboard(run: xr.DataTree, folder: Path, progress: Callable[[str],
 
 
 FORMATS = {"tensorboard": export_tensorboard, "csv": export_csv, "parquet": export_parquet}
-"""By name."""
+"""Export functions by name."""

@@ -1,4 +1,4 @@
-"""What a run is, in a few words, and as data for a script."""
+"""A short summary of a run, in words and as data for scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distcockpit.store.names import plain
 
 
 def facts(run: xr.DataTree) -> dict[str, str]:
-    """A few words about a run, as they were committed."""
+    """A few facts about a run, as committed."""
     attributes = run.attrs
     last = max((pd.Timestamp(group["wall_time"].values[-1], tz="UTC") for group in _with_rows(run)), default=None)
     newest = "" if last is None else f"{last.floor('s').to_pydatetime().astimezone():%Y-%m-%d %H:%M:%S %Z}"
@@ -38,12 +38,12 @@ def _with_rows(run: xr.DataTree) -> list[xr.Dataset]:
 
 
 def summary(run: xr.DataTree, name: str, size: int) -> dict[str, Any]:
-    """The same for a script, with all quantities and findings; names are those of the store, as they are.
+    """The same for scripts, with all quantities and findings; names are unchanged from the store.
 
     Args:
         run: What `open_run` returns.
-        name: Where it is.
-        size: Bytes that it takes.
+        name: Where the run is.
+        size: Its size in bytes.
     """
     quantities = {}
     for group, child in run.children.items():

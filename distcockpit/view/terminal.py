@@ -1,4 +1,4 @@
-"""A run in a terminal: tables of what it holds and of its newest values."""
+"""A run in the terminal: tables of what it holds and of its newest values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STYLES = {"wrong": "bold red", "look": "yellow"}
 
 
 def table(run: xr.DataTree, facts: dict[str, str], name: str, size: str = "") -> RenderableType:
-    """Quantities, rows and steps of a run, and what is known of it as a whole.
+    """Quantities, rows and steps of a run, and facts about the run as a whole.
 
     Args:
         run: What `open_run` returns.
-        facts: Words about the run.
-        name: What it is called.
-        size: How much room it takes.
+        facts: Facts about the run.
+        name: Its name.
+        size: Its size.
     """
     told = Table(title=Text(plain(name)), caption=Text(_facts({**facts, **({"size": size} if size else {})})))
     for column, justify in (("quantity", "left"), ("class", "left"), ("rows", "right"), ("steps", "left")):
@@ -62,7 +62,7 @@ def segments(run: xr.DataTree) -> RenderableType:
 
 
 def newest(data: xr.Dataset, most: int = 4) -> str:
-    """The newest values in words: numbers as they are (the newest known), a status by its meaning, arrays by shape."""
+    """The newest values as text: numbers (the newest known), a status by its meaning, arrays by shape."""
     words = []
     for name, array in data.data_vars.items():
         known = array.dropna("step") if array.dims == ("step",) else array
@@ -93,7 +93,7 @@ def findings(checked: Checked) -> RenderableType:
 
 
 def view(run: xr.DataTree, facts: dict[str, str], name: str, height: int = 40) -> RenderableType:
-    """The live view: what looks wrong, and each number with its course as a line of bars."""
+    """The live view: what looks wrong, and each number with a sparkline of its history."""
     checked = check(run)
     titles = [Text(f"{found.severity}: {plain(found.title)}", STYLES[found.severity]) for found in checked.findings]
     head = Group(Text(plain(name), "bold"), Text(_facts(facts)), *(titles or [Text("nothing looks wrong", "green")]))
@@ -113,12 +113,12 @@ def view(run: xr.DataTree, facts: dict[str, str], name: str, height: int = 40) -
 
 
 def lost(shown: RenderableType, why: str) -> RenderableType:
-    """The last view, below the reason why there is no newer one."""
+    """The last view, below the reason for not having a newer one."""
     return Group(Text(f"waiting: {plain(why, 300)}", "bold red"), shown)
 
 
 def _numbers(run: xr.DataTree) -> Iterator[tuple[str, int, float, str, str]]:
-    """Numbers per step, one of each quantity that has one above the others: name, newest step, value, unit, course."""
+    """The main number of each quantity that has one: name, newest step, value, unit, history."""
     for group, node in run.children.items():
         data = node.to_dataset()
         if not data.sizes.get("step"):
@@ -128,15 +128,15 @@ def _numbers(run: xr.DataTree) -> Iterator[tuple[str, int, float, str, str]]:
             if array.dims == ("step",) and array.dtype.kind == "f":
                 values = array[-10_000:].values
                 known = np.flatnonzero(np.isfinite(values))
-                at = int(known[-1]) if len(known) and group == "log" else -1  # log has gaps by nature
+                at = int(known[-1]) if len(known) and group == "log" else -1  # the log naturally has gaps
                 label = group if name == group else f"{group}/{name}"
                 unit = str(array.attrs.get("units", "1"))
                 yield label, int(data["step"][-10_000:].values[at]), values[at], unit, sparkline(values)
 
 
 def sparkline(values: NDArray[Any], width: int = 40) -> str:
-    """Means of stretches as bars from the least to the greatest; a space where nothing is finite."""
-    values = np.clip(values, -1e300, 1e300)  # differences and sums of what is beyond overflow
+    """Means of stretches as bars from the minimum to the maximum; a space where nothing is finite."""
+    values = np.clip(values, -1e300, 1e300)  # differences and sums of larger values would overflow
     parts = [part[np.isfinite(part)] for part in np.array_split(values, min(width, len(values)))]
     means = [part.mean() if len(part) else math.nan for part in parts]
     known = [m for m in means if math.isfinite(m)]

@@ -1,1 +1,1 @@
-"""The page: one file of HTML with all pictures of a run, for a report and for a live view."""
+"""The page: one HTML file with all plots of a run, for a report and for the live view."""

@@ -1,4 +1,4 @@
-"""What a page says of runs, as plain data: facts, findings and figures. The page itself only arranges it."""
+"""The content of a page as plain data: facts, findings and figures. The page itself only arranges it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distcockpit.view.page.figure import figure
 from distcockpit.view.summary import facts
 
 MOST_PAGES = 100
-"""Pictures of one instrument: parameters, say."""
+"""Maximum number of plots of one instrument, for example one per parameter."""
 
 
 def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Everything that the page of one run, or of several, shows.
+    """Everything shown on the page of one or several runs.
 
     Args:
-        runs: By the name to show.
-        progress: Is told the name of each picture before it is made.
+        runs: Runs by display name.
+        progress: Called with the name of each plot before it is made.
     """
     places = panels(runs, progress)
     checked = {name: check(run) for name, run in runs.items()}
@@ -57,12 +57,12 @@ def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = l
 
 
 def _place(finding: Finding, places: list[str]) -> str:
-    """The picture that shows it, where there is one."""
+    """The plot that shows the finding, if there is one."""
     wanted = finding.picture.split()
     return next((p for name in wanted for p in places if p.split("-")[0] == name or p == f"more-{name}"), "")
 
 
 def _unchecked(checked: Mapping[str, Checked]) -> dict[str, str]:
-    """Rules that could be applied to none of the runs."""
+    """Rules that could not be applied to any of the runs."""
     each = [one.unchecked for one in checked.values()]
     return {rule: needs for rule, needs in each[0].items() if all(rule in other for other in each)}

@@ -1,4 +1,4 @@
-"""Pictures as figures of Plotly: plain dictionaries, which plotly.js draws."""
+"""Plots as Plotly figures: plain dictionaries, drawn by plotly.js."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def figure(picture: Picture) -> Dict:
 
 
 def encoded(values: Numbers, kind: str = "f4") -> Dict:
-    """Numbers as plotly.js takes them in bulk, with NaN for gaps."""
+    """Numbers in plotly.js's binary encoding, with NaN for gaps."""
     array = np.ascontiguousarray(values, dtype=f"<{kind}")
     made: Dict = {"dtype": kind, "bdata": base64.b64encode(array.tobytes()).decode()}
     return made if array.ndim == 1 else {**made, "shape": ", ".join(map(str, array.shape))}
 
 
 def _on_axis(values: Any, picture: Picture) -> Numbers:
-    """Where values lie on the y-axis as plotly.js has it; it knows no asinh."""
+    """Positions of values on plotly.js's y-axis, which does not support asinh."""
     y = np.asarray(values, dtype=float)
     if picture.scale == "log":
         return y
@@ -161,12 +161,12 @@ def _bars(bars: Bars, picture: Picture, sideways: bool = False) -> Dict:
 
 
 def _broken(label: str) -> str:
-    """A label that is longer than the axis is high, with its unit on a line of its own."""
+    """Break a label that is longer than the axis is high, with its unit on a separate line."""
     return "<br>[".join(label.rsplit(" [", 1)) if len(label) > 40 else label
 
 
 def _range(picture: Picture) -> tuple[float, float]:
-    """Ends of the y-axis, as plotly.js has them."""
+    """Limits of the y-axis, in plotly.js's coordinates."""
     values = [np.zeros(0)]
     for mark in picture.marks:
         if isinstance(mark, Heat) and not empty(picture):
@@ -199,7 +199,7 @@ def _ticks(picture: Picture) -> Dict:
 
 def _zone(mark: Zone, picture: Picture, low: float, high: float) -> Dict:
     far = 10 * (high - low)
-    if picture.scale == "log":  # the axis is in powers of ten, what is drawn on it is not
+    if picture.scale == "log":  # the axis range is in powers of ten, but shapes are not
         y0, y1 = (
             float(np.clip(end, 10.0 ** max(low - far, -300), 10.0 ** min(high + far, 300)))
             for end in (mark.low, mark.high)
@@ -217,7 +217,7 @@ def _level(mark: Level, picture: Picture) -> Dict:
 
 
 def _words(mark: Zone | Level, picture: Picture, low: float, high: float) -> Dict:
-    """A label within the picture: beside a level, or in the corner of a zone."""
+    """A label inside the plot: next to a level, or in the corner of a zone."""
     if isinstance(mark, Level):
         y = _on_axis(mark.y, picture).item()
         y, anchor = float(np.log10(y)) if picture.scale == "log" else y, "bottom"

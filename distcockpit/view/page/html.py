@@ -1,4 +1,4 @@
-"""The page as one file of HTML that needs nothing else: its data, its code and the plotting library are inside."""
+"""The page as one self-contained HTML file: data, code and the plotting library are inside."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def html(content: dict[str, Any]) -> str:
     """The page.
 
     Args:
-        content: What `distcockpit.view.page.content.content` returns; with ``refresh_seconds`` and ``token`` the page
-            asks its server for newer ones.
+        content: What `distcockpit.view.page.content.content` returns; with ``refresh_seconds`` and ``token``, the page
+            polls its server for updates.
     """
     here = files("distcockpit.view.page")
     library, script = get_plotlyjs(), (here / "page.js").read_text("utf-8")
     data = _in_script(json.dumps(content, allow_nan=False))
     policy = "; ".join([
         "default-src 'none'",
-        # Names come from a store that anybody may have written: only these scripts run, whatever a name holds.
+        # Names come from an untrusted store: only these scripts may run, whatever a name contains.
         f"script-src {_hash(library)} {_hash(script)}",
         "style-src 'unsafe-inline'",  # Plotly's styles are set by its code
         "img-src data: blob:",
@@ -45,7 +45,7 @@ def html(content: dict[str, Any]) -> str:
 
 
 def _in_script(data: str) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot close the script element it is in."""
     return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

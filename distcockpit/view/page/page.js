@@ -1,5 +1,5 @@
 "use strict";
-// Arranges the content of the page. Texts go in as texts, never as markup; Plotly's arrive escaped.
+// Arranges the content of the page. Strings are inserted as text, never as markup; Plotly's arrive escaped.
 (() => {
   const $ = (id) => document.getElementById(id);
   const make = (tag, attributes = {}, ...children) => {
@@ -53,7 +53,7 @@
     card.stale = false;
     const page = card.picture.pages[Number(card.select.value) || 0];
     const data = page.data.map((trace) => (shown(trace.meta && trace.meta.member) ? trace : { ...trace, visible: false }));
-    const layout = { ...LAYOUT, uirevision: page.name || "kept", // zoom and legend stay when rows come
+    const layout = { ...LAYOUT, uirevision: page.name || "kept", // keep zoom and legend when new rows arrive
       ...page.layout, xaxis: { ...AXIS, ...page.layout.xaxis }, yaxis: { ...AXIS, ...page.layout.yaxis } };
     card.title.textContent = page.title;
     card.note.textContent = page.note;

@@ -1,4 +1,4 @@
-"""Serves the page of runs that go on, to this machine alone."""
+"""Serves the live page of running jobs, to this machine only."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HOST, PORT = "127.0.0.1", 8128
 
 
 class Live:
-    """The newest content of runs, made again when one of them has committed.
+    """The newest content of runs, rebuilt when one of them has committed.
 
     Args:
-        tokens: What tells one commit of all runs from another; cheap.
-        runs: Opens the runs, by the name to show.
-        refresh_seconds: How often the page asks.
+        tokens: Returns a token that identifies the current commit of all runs; cheap.
+        runs: Opens the runs, by display name.
+        refresh_seconds: How often the page polls.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Live:
         self._made: dict[str, Any] = {"token": None}
 
     def newest(self, have: str | None = None) -> dict[str, Any] | None:
-        """The content; None if it is the one that somebody has already."""
+        """The content; None if the caller already has it."""
         token = self._tokens()
         if token == have:
             return None
-        with self._lock:  # several pages may ask at once
+        with self._lock:  # several pages may ask at the same time
             if self._made["token"] != token:
                 made = content(self._runs())
                 self._made = {**made, "token": token, "refresh_seconds": self._refresh_seconds}
@@ -52,9 +52,9 @@ class Live:
 
 
 def application(live: Live) -> Starlette:
-    """The page at ``/``, and newer contents at ``/data``, only under this machine's own names.
+    """The page at ``/``, and updates at ``/data``, only under this machine's own host names.
 
-    A page of somebody else's that has its name point to 127.0.0.1 asks for another host, and is refused.
+    A foreign site whose name resolves to 127.0.0.1 (DNS rebinding) sends a different host, and is refused.
     """
 
     def page(request: Request) -> Response:
@@ -71,7 +71,7 @@ def application(live: Live) -> Starlette:
             if made is None:
                 return Response(status_code=204)
             return Response(json.dumps(made, allow_nan=False), media_type="application/json", headers=HEADERS)
-        except (OSError, ValueError) as error:  # it is being replaced, or cannot be reached; the page asks again
+        except (OSError, ValueError) as error:  # it is being replaced or unreachable; the page asks again
             return Response(str(error), 503, media_type="text/plain")
 
     return Starlette(
@@ -87,9 +87,9 @@ def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
     """Serve until interrupted.
 
     Args:
-        live: What is served.
-        port: 0 takes one that is free; None `PORT`, or one that is free.
-        ready: Is told the address.
+        live: What to serve.
+        port: 0 picks a free port; None picks `PORT`, or a free one if it is taken.
+        ready: Called with the address.
 
     Raises:
         OSError: If the port is taken.
@@ -104,7 +104,7 @@ def serve(live: Live, port: int | None, ready: Callable[[str], None]) -> None:
                     f"port={port}: cannot be used, {error.strerror}. Choose another port, or 0 for any free one."
                 ) from error
             bound.bind((HOST, 0))
-        bound.listen()  # whoever hears of the address may use it
+        bound.listen()  # from here on, the address can be used
         ready(f"http://{HOST}:{bound.getsockname()[1]}/")
         config = uvicorn.Config(application(live), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[bound])
