@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
+import cases
 import dask
 import pytest
 import torch
 from machine import machine
 from ranks import Ranks
+from steps import run_steps
 from stores import S3, s3_server
+from torch import Tensor, nn
+from train import first_order
+
+from distcockpit import DistCockpit, every
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -41,3 +49,30 @@ def s3(s3_of_session: S3) -> Iterator[S3]:
     s3_of_session.proxy.mode, s3_of_session.proxy.refused = "ok", 0
     yield s3_of_session
     s3_of_session.proxy.mode = "ok"
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs, with a loss that the loop logs."""
+    net, path = cases.initialised("mlp"), tmp_path_factory.mktemp("cli") / "real.zarr"
+    losses: dict[int, float] = {}
+
+    def body(cockpit: DistCockpit, x: Tensor, y: Tensor) -> None:
+        loss = nn.CrossEntropyLoss()(net(x), y)
+        loss.backward()
+        losses[len(losses)] = loss.item()
+
+    run_steps(
+        path,
+        net,
+        partial(cases.data, "mlp", "mean"),
+        24,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        quantities=first_order(),
+        schedule=every(2),
+        track=lambda step: {"epoch": step // 8},
+        body=body,
+        then=lambda step, cockpit: cockpit.log(step, train_loss=losses[step]),
+    )
+    return path

@@ -1,9 +1,8 @@
-"""The examples and the launch scripts, run as a user would run them."""
+"""The examples and launch scripts run."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import shutil
@@ -15,23 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from test_cli import terminal
-from test_page import get, watching
-from waiting import run_program
+from commands import ROOT, get, run, terminal, watching
 
 from distcockpit import open_run, presets
 from distcockpit.cli import main
-
-ROOT = Path(__file__).parents[1]
-BIN = str(Path(sys.executable).parent)
-
-
-def run(*command: str, allowed: str = "", **environment: str) -> str:
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment}
-    done = run_program(*command, cwd=ROOT, env=env)
-    assert allowed or "Warning" not in done.stderr, done.stderr
-    return done.stdout
-
 
 SHORT = ("--steps", "12", "--every", "4")
 

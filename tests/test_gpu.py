@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cheap import data, network, without_waiting
-from test_table import check
+from checks import check
+from conv_and_norm import data, network, without_waiting
 from torch import nn
 from train import Spec, train
 

@@ -1,4 +1,4 @@
-"""The programs of the long runs, in short: see docs/reliability.md for what the long ones showed."""
+"""Programs that run for long, shortened."""
 
 from __future__ import annotations
 

@@ -1,19 +1,24 @@
-"""Reading a run: the tree, and statistics of it, against their definitions."""
+"""Runs as users analyse them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import cases
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from construction import construct
+from torch import nn
 from waiting import run_program
 from written import SHAPES, Written
 
-from distcockpit import open_run
+from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
+from distcockpit.quantities import OutputGradientGeometry
 from distcockpit.run import (
     LINES,
     RANGES,
@@ -23,6 +28,54 @@ from distcockpit.run import (
     range_aggregation,
     to_dataframe,
 )
+
+
+@pytest.mark.parametrize("aggregate, valid", [(line_aggregation, "IQR"), (range_aggregation, "min-max")])
+def test_unknown_aggregation(tmp_path: Path, aggregate: Any, valid: str) -> None:
+    construct(tmp_path).close()
+    data = open_run(tmp_path / "run")["alpha"]["alpha"]
+    with pytest.raises(ValueError, match=f"'average'.*{valid}"):
+        aggregate(data, "average")
+    with pytest.raises(ValueError, match="no epoch was stored"):
+        aggregate(data)
+
+
+def test_aggregation_over_epochs(tmp_path: Path) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    with DistCockpit(
+        net, loss_fn, store=tmp_path / "run", quantities=[OutputGradientGeometry()], schedule=every(1)
+    ) as cockpit:
+        for step in range(9):
+            x, y = cases.data("mlp", "mean", step)
+            with cockpit.track(step, epoch=step // 3):
+                loss_fn(net(x), y).backward()
+    data = open_run(tmp_path / "run")["output_gradient_geometry"]["norm"]
+    values = data.values.reshape(3, 3, -1)
+    definitions = {
+        "mean": values.mean(1),
+        "median": np.median(values, 1),
+        "min": values.min(1),
+        "max": values.max(1),
+        "Q1": np.quantile(values, 0.25, 1),
+        "Q3": np.quantile(values, 0.75, 1),
+        "std": values.std(1),
+        "IQR": np.quantile(values, 0.75, 1) - np.quantile(values, 0.25, 1),
+    }
+    assert definitions.keys() == LINES.keys()
+    for method, expected in definitions.items():
+        result = line_aggregation(data, method)
+        assert result.dims == ("epoch", "layer") and list(result["epoch"].values) == [0, 1, 2]
+        np.testing.assert_allclose(result, expected)
+    bands = {
+        "std": (definitions["mean"] - definitions["std"], definitions["mean"] + definitions["std"]),
+        "Q1-Q3": (definitions["Q1"], definitions["Q3"]),
+        "min-max": (definitions["min"], definitions["max"]),
+    }
+    assert bands.keys() == RANGES.keys()
+    for method, (low, high) in bands.items():
+        result = range_aggregation(data, method)
+        np.testing.assert_allclose(result[0], low)
+        np.testing.assert_allclose(result[1], high)
 
 
 @pytest.fixture

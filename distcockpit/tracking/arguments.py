@@ -43,7 +43,7 @@ BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1
 
 
 @dataclass(frozen=True)
-class Rule:
+class ArgumentRule:
     """What a value must be."""
 
     kind: str  # must be ...
@@ -75,14 +75,16 @@ def _is_index(value: object) -> bool:
     return not isinstance(value, bool)
 
 
-def one_of(*choices: str) -> Rule:
+def one_of(*choices: str) -> ArgumentRule:
     """One of these texts."""
-    return Rule("", lambda value: True, f"one of {list(choices)}", lambda value: value in choices)
+    return ArgumentRule("", lambda value: True, f"one of {list(choices)}", lambda value: value in choices)
 
 
-SECONDS = Rule("a number of seconds", _is_real, "positive and finite", lambda value: 0 < float(value) < float("inf"))
-COUNT = Rule("an integer", _is_integer, "at least 1", lambda value: value >= 1)
-RULES: dict[str, Rule] = {
+SECONDS = ArgumentRule(
+    "a number of seconds", _is_real, "positive and finite", lambda value: 0 < float(value) < float("inf")
+)
+COUNT = ArgumentRule("an integer", _is_integer, "at least 1", lambda value: value >= 1)
+RULES: dict[str, ArgumentRule] = {
     "flush_seconds": SECONDS,
     "wait_seconds": SECONDS,
     "store_seconds": SECONDS,
@@ -93,27 +95,29 @@ RULES: dict[str, Rule] = {
     "mode": one_of(*MODES),
     "on_error": one_of("warn", "raise"),
     "fallback": one_of("warn", "error"),
-    "grad_scaler": Rule("a torch.amp.GradScaler or None", lambda value: hasattr(value, "get_scale"), or_none=True),
-    "track_batchnorm": Rule("True or False", lambda value: isinstance(value, bool)),
-    "batch_dim": Rule(
+    "grad_scaler": ArgumentRule(
+        "a torch.amp.GradScaler or None", lambda value: hasattr(value, "get_scale"), or_none=True
+    ),
+    "track_batchnorm": ArgumentRule("True or False", lambda value: isinstance(value, bool)),
+    "batch_dim": ArgumentRule(
         "an integer, the batch axis of the model's inputs",
         _is_integer,
         "at least 0; count axes from the front",
         lambda value: value >= 0,
     ),
-    "sinks": Rule(
+    "sinks": ArgumentRule(
         "a list of sinks, such as [TensorBoard('runs/tensorboard')]",
         lambda value: isinstance(value, list | tuple) and all(isinstance(sink, Sink) for sink in value),
     ),
-    "step": Rule(
+    "step": ArgumentRule(
         "an integer", _is_index, "at least 0 and below 2^53", lambda value: 0 <= operator.index(value) < 2**53
     ),
-    "epoch": Rule("a number", _is_real, or_none=True),
-    "batch_size": Rule("an integer", _is_integer, "at least 0", lambda value: value >= 0, or_none=True),
-    "weight": Rule(
+    "epoch": ArgumentRule("a number", _is_real, or_none=True),
+    "batch_size": ArgumentRule("an integer", _is_integer, "at least 0", lambda value: value >= 0, or_none=True),
+    "weight": ArgumentRule(
         "a number", _is_number, "at least 0 and finite", lambda value: 0 <= float(value) < float("inf"), or_none=True
     ),
-    "divisor": Rule(
+    "divisor": ArgumentRule(
         "a number", _is_number, "positive and finite", lambda value: 0 < float(value) < float("inf"), or_none=True
     ),
 }

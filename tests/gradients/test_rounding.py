@@ -1,0 +1,173 @@
+"""Small variances: sums that are rounded to float32 are seen, and summed up again on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distcockpit import DistCockpit, every, open_run
+from distcockpit import quantities as q
+from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.rounding import RoundedNorms
+from distcockpit.gradients.statistics import GradientSum
+from distcockpit.tracking import buckets, setup
+
+N, LENGTH, NAMES = 24, 4, ("norm_test", "inner_test", "ortho_test")
+
+
+def noisy(noise: float) -> Tensor:
+    """Sequences, all alike but for this."""
+    generator = torch.Generator().manual_seed(0)
+    return 100 * (1 + noise * torch.randn(N, LENGTH, 6, generator=generator))
+
+
+class Net(nn.Module):
+    """Positive outputs, so that the gradient of their mean is linear in the input."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = scale
+        self.wide = nn.Linear(6, 30, bias=False)
+        self.flat = nn.Linear(6, 30, bias=False)  # whose sums are always exact
+        nn.init.uniform_(self.wide.weight, 0.1, 1)
+        nn.init.uniform_(self.flat.weight, 0.1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (self.wide(x) + self.flat(x[:, 0])[:, None])
+
+
+def train(
+    rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: str = "", scale: float = 1.0
+) -> dict[str, Any]:
+    """One tracked step; which parameters were summed up again, and what an error said."""
+    x, again, said = noisy(noise), [], "nothing"
+    net, loss_fn = Net(scale), nn.L1Loss()
+    model = net if group is None else DistributedDataParallel(net, process_group=group)
+    first = sum(shards[:rank])
+    original, original_walk = buckets.BucketWalk.sum_exactly, buckets.walk
+    is_again = False
+
+    def sum_exactly(self: buckets.BucketWalk, names: list[str], *args: Any) -> None:
+        nonlocal is_again
+        again.append(names)
+        is_again = True
+        original(self, names, *args)
+        is_again = False
+
+    def walk(batches: Any, values: Any, names: list[str], *args: Any) -> int:
+        if rank == 1 and {"before": True, "meanwhile": is_again, "later": names == ["flat.weight"]}.get(fails):
+            raise MemoryError("no memory for blocks")
+        return original_walk(batches, values, names, *args)
+
+    buckets.BucketWalk.sum_exactly, buckets.walk = sum_exactly, walk
+    original_buckets = setup.buckets
+    if fails == "later":
+        setup.buckets = lambda parameters: [[name] for name in parameters]
+    mine = x[first : first + shards[rank]]
+    chosen = [q.NormTest(), q.InnerTest(), q.OrthoTest(), q.GradientNoiseScale(), q.RankDisagreement()]
+    cockpit = DistCockpit(model, loss_fn, store=store, quantities=chosen, schedule=every(1))
+    try:
+        for step in range(2):  # the second one checks nothing
+            with cockpit.track(step):
+                loss_fn(cockpit(mine), torch.zeros(len(mine), LENGTH, 30)).backward()
+    except (MemoryError, RuntimeError) as error:
+        said = str(error)
+    else:
+        cockpit.close()
+    finally:
+        buckets.BucketWalk.sum_exactly, buckets.walk = original, original_walk
+        setup.buckets = original_buckets
+    return {"again": again, "said": said}
+
+
+def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) -> None:
+    x = noisy(noise)
+    net = Net(scale)
+
+    def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        return (z - y).abs().sum() / (LENGTH * 30), 1.0
+
+    batch = oracle.batch(net, dict(net.state_dict()), terms, x, torch.zeros(N, LENGTH, 30))
+    run = open_run(store)
+    for name in NAMES:
+        np.testing.assert_allclose(run[name][name], [getattr(oracle, name)(batch)] * 2, rtol=2e-3, err_msg=name)
+    noise_scale = run["gradient_noise_scale"]["noise"]
+    np.testing.assert_allclose(noise_scale, [oracle.noise_scale(batch)[0]] * 2, rtol=2e-3)
+    norms = [norm for norm, *_ in oracle.rank_disagreement(batch, shards)]
+    np.testing.assert_allclose(run["rank_disagreement"]["grad_norm"][1], norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-2, True), (1e-4, True)])
+def test_a_small_variance_is_summed_up_again(tmp_path: Path, noise: float, is_lost: bool) -> None:
+    done = train(0, 1, None, str(tmp_path / "run"), noise, [N])
+    assert done == {"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}
+    compare(tmp_path / "run", noise, [N])
+
+
+@pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-4, True)])
+@pytest.mark.parametrize("shards", [[9, 15], [1, 0, 20, 3]], ids=str)
+def test_all_ranks_sum_up_again(ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int]) -> None:
+    done = ranks.run(len(shards), train, str(tmp_path / "run"), noise, shards)
+    assert done == [{"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}] * len(shards)
+    compare(tmp_path / "run", noise, shards)
+
+
+@pytest.mark.parametrize("fails", ["before", "meanwhile", "later"])
+def test_a_rank_that_fails_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path, fails: str) -> None:
+    """Before the sums are pooled, others get NaN from it, which must not tell them to pool once more."""
+    done = ranks.run(2, train, str(tmp_path / "run"), 1e-4, [9, 15], fails)
+    assert done[1]["said"] == "no memory for blocks"
+    assert "Rank 1 could not finish" in done[0]["said"]
+    ranks.stop(kill=True)
+
+
+@pytest.mark.parametrize("scale", [1e-19, 1e24])
+def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float) -> None:
+    """Squares of output gradients in float32 are subnormal, or infinite; the gradients are neither."""
+    done = train(0, 1, None, str(tmp_path / "run"), 3.0, [N], "", scale)
+    assert done == {"again": [["wide.weight"]] * 2, "said": "nothing"}
+    compare(tmp_path / "run", 3.0, [N], scale)
+
+
+def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check is for: without it the noise of 1e-4 is gone."""
+    monkeypatch.setattr(buckets, "doubtful", lambda *_: [])
+    train(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
+    with pytest.raises(AssertionError):
+        compare(tmp_path / "run", 1e-4, [N])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [(8, 128, 64, 96), (3, 40, 300, 7), (16, 2, 8, 8)], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_rounding_is_far_below_its_bound(
+    seed: int, shape: tuple[int, int, int, int], offset: float, in_blocks: bool
+) -> None:
+    """Both parts, against float64: S2 from products in float32, and the square of a sum in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    n, t, o, i = shape
+    delta, x = torch.randn(n, t, o, generator=generator), torch.randn(n, t, i, generator=generator) + offset
+    weight = torch.zeros(o, i)
+    factors = Factors(delta, lambda samples: x[samples], i)
+    quick, exact = RoundedNorms({"w": weight}, {"w": factors}), GradientSum({"w": weight})
+    if in_blocks:
+        quick.block("w", factors.products(slice(0, n)), slice(0, n))
+    else:
+        quick.sequence("w", delta, x, slice(0, n))
+    exact.sequence("w", delta, x, slice(0, n))
+    true = torch.bmm(delta.double().transpose(1, 2), x.double()).square().sum()
+    rounded = (delta.flatten(0, 1).T @ x.flatten(0, 1)).double()
+    squares, error, of_sum = quick.pooled("w", quick)
+    assert abs(squares - true) < error / 10
+    g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
+    assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3

@@ -1,0 +1,107 @@
+"""Reading runs: while they are written, resumed, or in a newer format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_runs import record
+from stored_runs import train_at
+from stores import Place
+
+from distcockpit import open_run
+from distcockpit.quantities import MeanGSNR
+from distcockpit.run import verify
+from distcockpit.store.names import plain
+from distcockpit.store.reading import UnsafeStoreError
+
+
+def test_what_plain_keeps() -> None:
+    assert plain("layer.0.weight") == "layer.0.weight" and plain("層.weight") == "層.weight"
+    assert plain("a\x1b[31m\nb\u202ec\u2028") == "a\ufffd[31m\ufffdb\ufffdc\ufffd"
+    assert len(plain("x" * 500)) == 120 and plain("x" * 500).startswith("x" * 60 + "…")
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1, quantities=[MeanGSNR()])
+    root = tmp_path / "run" / "zarr.json"
+    document = json.loads(root.read_text())
+    document["attributes"]["format_version"] = 99
+    root.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="format version 99.*newer distcockpit"):
+        open_run(tmp_path / "run")
+
+
+# -- stores that need not be trusted -----------------------------------------------------------------------------------
+
+
+def damage(document: dict[str, Any], path: str, **changes: Any) -> None:
+    document["consolidated_metadata"]["metadata"][path].update(changes)
+
+
+def grid(*shape: int) -> dict[str, Any]:
+    return {"name": "regular", "configuration": {"chunk_shape": list(shape)}}
+
+
+HARMFUL = {
+    "object type": {"data_type": "object"},
+    "pickle": {"codecs": [{"name": "numcodecs.pickle"}, {"name": "blosc"}]},
+    "another codec": {"codecs": [{"name": "bytes"}, {"name": "gzip"}]},
+    "sharding": {"codecs": [{"name": "sharding_indexed"}, {"name": "blosc"}]},
+    "huge chunk": {"chunk_grid": grid(1 << 40)},
+    "negative shape": {"shape": [-1]},
+    "number as text": {"shape": ["7"]},
+    "zarr v2": {"zarr_format": 2},
+    "storage transformer": {"storage_transformers": [{"name": "evil"}]},
+    "no shape": {"shape": None},
+}
+
+
+@pytest.mark.parametrize("case", HARMFUL)
+def test_documents_that_are_not_ours_are_refused(tmp_path: Path, case: str) -> None:
+    train_at(Place(tmp_path / "run"), range(2))
+    root = json.loads((tmp_path / "run/zarr.json").read_text())
+    damage(root, "mean_gsnr/mean_gsnr", **HARMFUL[case])
+    (tmp_path / "run/zarr.json").write_text(json.dumps(root))
+    with pytest.raises(UnsafeStoreError, match="not a valid distcockpit run"):
+        open_run(tmp_path / "run")
+
+
+def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    train_at(Place(path), range(2))
+    good = (path / "zarr.json").read_text()
+
+    def damaged(array: str, **changes: Any) -> None:
+        root = json.loads(good)
+        damage(root, array, **changes)
+        (path / "zarr.json").write_text(json.dumps(root))
+
+    damaged("mean_gsnr/step", shape=[1 << 45])  # 256 TiB that xarray would load at once
+    with pytest.raises(UnsafeStoreError, match="need .* chunks, but there are only 1"):
+        open_run(path)
+    root = json.loads(good)
+    root["consolidated_metadata"]["metadata"]["../up"] = root["consolidated_metadata"]["metadata"]["log"]
+    (path / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(UnsafeStoreError, match="not a valid name"):
+        open_run(path)
+    (path / "zarr.json").write_text(good)
+    chunk = path / "mean_gsnr/mean_gsnr/c/0"
+    data = bytearray(chunk.read_bytes())
+    data[4:8] = (0xFFFFFFF0).to_bytes(4, "little")  # blosc would take 4 GiB
+    chunk.write_bytes(data)
+    run = open_run(path)
+    with pytest.raises(UnsafeStoreError, match="claims to have 4294967280 bytes"):
+        run["mean_gsnr"]["mean_gsnr"].load()
+    assert len(verify(path)) == 1 and "claims to have" in verify(path)[0]
+    chunk.write_bytes(bytes(data)[:40])
+    with pytest.raises(UnsafeStoreError):
+        open_run(path)["mean_gsnr"]["mean_gsnr"].load()
+    chunk.unlink()
+    assert verify(path) == ["mean_gsnr/mean_gsnr/c/0 is missing"]
+    for text in ("[", "[]", '{"attributes": 3}', "[" * 100_000):
+        (path / "zarr.json").write_text(text)
+        with pytest.raises(UnsafeStoreError, match="is not a distcockpit run"):
+            open_run(path)

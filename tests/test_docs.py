@@ -1,0 +1,154 @@
+"""What README and docs promise."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import architectures
+import loops
+import objectives
+import pytest
+import torch
+from framework_models import Small, lightning_module, samples
+from paths import ROOT
+from torch import nn
+
+from distcockpit import DistCockpit, every, open_run, presets, quantities
+from distcockpit.cli import cli
+from distcockpit.quantities import Quantity
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_with_the_lines_of_each_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three lines each, and they work."""
+    import lightning.pytorch as pl
+    import transformers
+    from accelerate import Accelerator
+
+    page = (Path(__file__).parents[1] / "docs/frameworks.md").read_text()
+    blocks = dict(re.findall(r"^## (\w+)\n.*?```python\n(.*?)```", page, re.MULTILINE | re.DOTALL))
+    assert list(blocks) == ["PyTorch", "Accelerate", "Lightning", "transformers"]
+    rows = samples("classes")
+    pairs = torch.utils.data.DataLoader([(row["x"], row["labels"]) for row in rows], batch_size=4)  # type: ignore[arg-type]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"),
+        use_cpu=True,
+        report_to="none",
+        max_steps=3,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    net = nn.Sequential(nn.Linear(6, 3))
+    for name, block in blocks.items():
+        monkeypatch.chdir(tmp_path)
+        assert 2 <= len(re.findall(r"# \+$", block, re.MULTILINE)) <= 3, name
+        scope: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "loader": pairs, "model": net, "data": rows}
+        scope |= {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "accelerator": Accelerator(cpu=True)}
+        if name == "Lightning":
+            scope |= {"module": lightning_module("usual")}
+            quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            scope["Trainer"] = lambda **given: pl.Trainer(**given, **quiet)  # noqa: B023
+        if name == "transformers":
+            scope |= {"model": Small("classes"), "Trainer": transformers.Trainer, "arguments": arguments}
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        exec(compile(block, f"{name} in frameworks.md", "exec"), scope)
+        tree = open_run("runs/run.zarr")
+        assert tree["alpha"].sizes["step"] >= 1 and tree.attrs["state"] == "closed", name
+
+
+def test_the_readme_says_which_loops_work() -> None:
+    """Made by `python tests/helpers/loops.py`."""
+    assert loops.table() in (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_readme_says_what_works() -> None:
+    """Made by `python tests/helpers/architectures.py`."""
+    assert architectures.table() in (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_page_on_losses_lists_them() -> None:
+    page = Path(__file__).parents[1] / "docs" / "losses.md"
+    assert page.read_text().endswith(objectives.table())
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"( *)```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning's imports
+def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    python = blocks("python")
+    assert len(python) == 7
+    scope: dict[str, object] = {"__name__": "readme"}
+    for block in python:
+        exec(compile(block, "README.md", "exec"), scope)
+    assert (tmp_path / "runs/quick.zarr").is_dir() and (tmp_path / "runs/quick.png").stat().st_size > 20_000
+    assert scope["smooth"].sizes == {"step": 4} and scope["pays"].attrs["units"] == "samples"
+    assert list(scope["table"]["alpha"]) == pytest.approx(list(scope["run"]["alpha"]["alpha"].values), nan_ok=True)
+    assert open_run("runs/long.zarr").attrs["state"] == "closed" and (tmp_path / "checkpoint.pt").exists()
+    assert [q.name for q in scope["chosen"]][-2:] == ["hess_trace", "hardest_sample"]
+    net, loss_fn, x = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), torch.randn(8, 4)
+    chosen = [scope["HardestSample"]()]
+    with DistCockpit(net, loss_fn, store="own", quantities=chosen, schedule=every(1)) as cockpit, cockpit.track(0):
+        loss_fn(net(x), torch.arange(8) % 3).backward()
+    each = torch.nn.functional.cross_entropy(net(x), torch.arange(8) % 3, reduction="none")
+    assert open_run("own")["hardest_sample"]["loss"].values == pytest.approx([each.max().item()], rel=1e-6)
+
+
+def test_the_readme_shows_the_quantity_of_the_example() -> None:
+    example = (ROOT / "examples/custom_quantity.py").read_text()
+    shown = example[example.index("@dataclass") : example.index("def main")].strip()
+    assert shown in (ROOT / "README.md").read_text()
+    assert len(shown.splitlines()) <= 22
+
+
+def test_the_readme_table_holds_every_quantity() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    classes = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
+    assert sorted(named) == sorted(classes - {"Quantity"}) and len(named) > 30
+
+
+def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/from_cockpit.md").read_text()
+    (ours,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(ours, "from_cockpit.md", "exec"), {"__name__": "page"})
+    assert set(open_run("runs/run.zarr").children) == {*(q.name for q in presets.full()), "learning_rate", "log"}
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    try_it, tests, gpt2, look = (block.strip() for block in blocks("sh"))
+    assert tests in (ROOT / ".ci/run").read_text()
+    assert "examples/gpt2.py" in gpt2  # which test_examples runs
+    assert "examples/digits.py" in try_it and "distcockpit plot" in try_it
+    for line in [*look.splitlines(), *try_it.split("&& ")[3:]]:
+        program, command, *arguments = line.split("#")[0].split()
+        assert program.endswith("distcockpit")
+        cli.commands[command].make_context(command, arguments)  # the options are there
+    paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
+    assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_every_test_that_the_page_on_reliability_names_is_there() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    tests = ROOT / "tests"
+    there = {str(path.relative_to(tests)): path.read_text() for path in tests.rglob("test_*.py")}
+    named = re.findall(r"`(?:tests/)?(?:((?:\w+/)?test_\w+\.py))?(?:::)?(test_\w+|\.\.\._\w+)?`", page)
+    assert len([name for _, name in named if name]) > 25
+    for file, name in named:
+        assert not file or file in there, file
+        if name:
+            text = there[file] if file else "".join(there.values())
+            assert re.search(rf"def {name}\(|def \w*{name.removeprefix('...')}\(", text), name
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 5][2:]
+    faults = [row for row in rows if not row.startswith("| **")]
+    assert len(faults) > 20 and all("`" in row.split("|")[4] for row in faults)
