@@ -51,6 +51,7 @@ def test_info_as_json(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert set(told["quantities"]) == set(run.children) and told["findings"] == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
 def test_plot(store: Path, tmp_path: Path, suffix: str, begin: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / f"run.{suffix}"
@@ -63,6 +64,7 @@ def test_plot_to_something_that_is_no_picture(store: Path, tmp_path: Path, capfd
     assert err.count("\n") == 1 and "run.doc': must end in ." in err
 
 
+@pytest.mark.smoke
 def test_comparison_into_a_picture(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = Written(tmp_path / "other.zarr", [q.Alpha(), q.Loss()]).rows(20).close()
     ran(capfd, "compare", store, other, "-o", tmp_path / "both.png", "--dpi", 30)
@@ -166,6 +168,7 @@ def test_verify_looks_at_the_rows(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "loss/step: row 7 has step -1 after step 6" in out and "loss/step: row 12 has step 3 after step 11" in out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "watch"])
 def test_a_run_without_rows(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     empty = Written(tmp_path / "empty", [q.Alpha(), q.GradNorm()]).close()
@@ -237,6 +240,7 @@ def test_nothing_typed_shows_the_commands(capfd: pytest.CaptureFixture[str]) -> 
         assert "Usage: distcockpit" in ran(capfd, command, "--help")[0]
 
 
+@pytest.mark.smoke
 def test_no_torch_is_needed(store: Path, tmp_path: Path) -> None:
     commands = [["info", str(store)], ["verify", str(store)], ["report", str(store), "-o", str(tmp_path / "r.html")]]
     script = f"""

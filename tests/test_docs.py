@@ -23,6 +23,7 @@ from distcockpit.quantities import Quantity
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_with_the_lines_of_each_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most three lines each, and they work."""
@@ -117,6 +118,7 @@ def test_the_readme_table_holds_every_quantity() -> None:
     assert sorted(named) == sorted(classes - {"Quantity"}) and len(named) > 30
 
 
+@pytest.mark.smoke
 def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/from_cockpit.md").read_text()

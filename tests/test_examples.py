@@ -35,6 +35,7 @@ def check_rows(tree: xr.DataTree, said: str, preset: str) -> None:
             assert array.dtype.kind != "f" or np.isfinite(array.isel(step=-1)).any(), (name, field)
 
 
+@pytest.mark.smoke
 def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
     said = run("launch/local.sh", "examples/digits.py", "--store", store, *SHORT)
@@ -67,6 +68,7 @@ def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     assert code == 130 and "up to step 11" in seen
 
 
+@pytest.mark.smoke
 def test_digits_as_a_world_of_one(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
     options = ("--model", "cnn", "--optimizer", "adamw", "--quantities", "economy")
@@ -91,6 +93,7 @@ def test_custom_quantity(tmp_path: Path) -> None:
     assert "of 20" in run(sys.executable, "examples/custom_quantity.py", "--store", str(tmp_path / "alone.zarr"))
 
 
+@pytest.mark.smoke
 def test_gpt2(tmp_path: Path) -> None:
     store = str(tmp_path / "gpt2.zarr")
     said = run("torchrun", "--nproc_per_node=2", "examples/gpt2.py", "--store", store, "--steps", "22")
@@ -134,6 +137,7 @@ def port_below_the_ephemeral() -> int:
             return int(candidate.getsockname()[1])
 
 
+@pytest.mark.smoke
 def test_digits_layer_by_layer_on_two_nodes(tmp_path: Path) -> None:
     port = str(port_below_the_ephemeral())
     store = str(tmp_path / "run")
@@ -144,6 +148,7 @@ def test_digits_layer_by_layer_on_two_nodes(tmp_path: Path) -> None:
     assert open_run(store).attrs["world_size"] == 2
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "launch").iterdir()))
 def test_launch_scripts_parse_and_say_what_to_edit(script: str) -> None:
     path = ROOT / "launch" / script

@@ -159,6 +159,7 @@ PUBLIC = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore")  # of Lightning's imports
 @pytest.mark.parametrize("module", PUBLIC)
 def test_what_users_import_is_there(module: str) -> None:
@@ -190,11 +191,6 @@ def test_the_page_on_the_architecture_knows_every_file() -> None:
 
 def test_the_oracle_shares_no_code_with_the_package() -> None:
     assert not [n for n in imports(ast.parse((ROOT / "tests/helpers/oracle.py").read_text())) if "distcockpit" in n]
-
-
-def test_reading_needs_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; from distcockpit import open_run; import distcockpit.run"
-    run_program(sys.executable, "-c", script)
 
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])

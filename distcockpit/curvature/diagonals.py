@@ -130,7 +130,7 @@ class Diagonals:
             problem = _problem_of_model(curvature, self._model) or ""
         if not problem:
             try:
-                return _differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)
+                return differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)
             except NoChainError as error:
                 problem = str(error)
         form = self._form or _converted(curvature, self._model)
@@ -140,10 +140,10 @@ class Diagonals:
         for path, module in form.named_modules():
             module.training = modes.get(path, self._model.training)
         if self._form is None:
-            exact = _differentiate(extensions.DiagGGNExact(), form, self._loss_fn, micro, seed, parameters)
+            exact = differentiate(extensions.DiagGGNExact(), form, self._loss_fn, micro, seed, parameters)
             _check_elements(exact, self._model, self._loss_fn, micro, parameters)
             self._form = form
-        return _differentiate(curvature.extension(), form, self._loss_fn, micro, seed, parameters)
+        return differentiate(curvature.extension(), form, self._loss_fn, micro, seed, parameters)
 
 
 def _problem_of_loss(curvature: Curvature, loss_fn: nn.Module | None) -> str | None:
@@ -245,7 +245,7 @@ def _take(savefield: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
     return {name: p.__dict__.pop(savefield) for name, p in parameters.items() if savefield in p.__dict__}
 
 
-def _differentiate(
+def differentiate(
     extension: extensions.backprop_extension.BackpropExtension,
     form: nn.Module,
     loss_fn: nn.Module,

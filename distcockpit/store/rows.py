@@ -51,9 +51,9 @@ def few(array: xr.DataArray, most: int) -> xr.DataArray:
     return array if rows <= most else array.isel(step=np.linspace(0, rows - 1, most).astype(int))
 
 
-def portion(array: xr.DataArray, most: int = MOST_NUMBERS) -> xr.DataArray:
+def portion(array: xr.DataArray, most: int | None = None) -> xr.DataArray:
     """As many evenly spaced rows as are read at a time; lazily, nothing is read yet."""
-    return few(array, max(1, most // across(array)))
+    return few(array, max(1, (most or MOST_NUMBERS) // across(array)))
 
 
 def in_blocks(array: xr.DataArray, starts: NDArray[Any] | None = None) -> Iterator[tuple[int, NDArray[Any]]]:

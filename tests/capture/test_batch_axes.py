@@ -173,6 +173,7 @@ class MoreWithGradients(nn.Module):
         return [z, z.detach()] if torch.is_grad_enabled() else [z]
 
 
+@pytest.mark.smoke
 def test_outputs_that_differ_without_gradients(tmp_path: Path) -> None:
     loss_fn = nn.CrossEntropyLoss()
     options = {"quantities": [MeanGSNR()], "schedule": every(1)}

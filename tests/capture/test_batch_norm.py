@@ -169,6 +169,7 @@ def test_a_loss_that_the_outputs_do_not_tell(tmp_path: Path) -> None:
         loss_fn(cockpit(x), y).backward()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_batch_norm_of_other_types(tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     net, loss_fn = architectures.built("BatchNorm, track_batchnorm").to(dtype), nn.CrossEntropyLoss()
@@ -180,6 +181,7 @@ def test_batch_norm_of_other_types(tmp_path: Path, dtype: torch.dtype, caplog: p
     assert not caplog.records
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["affine", "no affine", "frozen"])
 def test_batch_norm_without_parameters(tmp_path: Path, kind: str) -> None:
     _, x, y = data()

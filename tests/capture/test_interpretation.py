@@ -62,23 +62,10 @@ def test_two_forward_passes_in_one_loss(tmp_path: Path) -> None:
         np.testing.assert_allclose(run["alpha"]["alpha"].sel(step=step), expected["alpha"], rtol=1e-3)
 
 
-def test_evaluation_inside_a_tracked_step_does_not_count(tmp_path: Path) -> None:
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step(cockpit: DistCockpit, net: nn.Module, x: Tensor, y: Tensor) -> None:
-        loss = loss_fn(net(x), y)
-        net.eval()
-        with torch.no_grad():
-            loss_fn(net(x[:3]), y[:3])
-        net.train()
-        loss.backward()
-
-    check(tmp_path / "r", *train_sigmoid(tmp_path / "r", step, loss_fn=loss_fn), mean_terms)
-
-
 # -- passes and losses -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_loss_of_two_passes_beside_their_own(tmp_path: Path) -> None:
     net, mse, (x, _) = linear(), nn.MSELoss(), six_samples()
     other, target = six_samples(1)[0], six_samples(2)[0]

@@ -5,37 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import oracle
 import torch
-from compared_runs import N, check, mean_terms, quantities
 from odd_loops import six_samples, track_body
 from small_batches import data, one_step, reference
 from torch import Tensor, nn
 
-from distcockpit import DistCockpit, every
-from distcockpit.quantities import HessMaxEV, HessTrace, MeanGSNR
-
-
-def test_input_buffers_that_are_reused(tmp_path: Path) -> None:
-    net, loss_fn, buffer = cases.initialised("sigmoid"), nn.CrossEntropyLoss(), torch.empty(N, 12)
-    states: list[dict[str, Tensor]] = []
-    batches: list[tuple[Tensor, Tensor]] = []
-    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=quantities(), schedule=every(1)) as cockpit:
-        for step in range(2):
-            x, y = cases.data("sigmoid", "mean", step)
-            with torch.no_grad():
-                for p in net.parameters():
-                    p += 0.01
-            states.append({k: v.clone() for k, v in net.state_dict().items()})
-            batches.append((x, y))
-            buffer.copy_(x)
-            with cockpit.track(step):
-                loss_fn(net(buffer), y).backward()
-                buffer.numpy()[:] = 7.0  # as a loader with shared memory does, and nobody can see
-    check(tmp_path / "r", net, states, batches, mean_terms)
-
+from distcockpit.quantities import HessMaxEV, HessTrace
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
@@ -62,22 +39,6 @@ def test_targets_that_are_overwritten(tmp_path: Path) -> None:
     b = track_body(tmp_path / "b", net, mse, reused, quantities=quantities)
     for name, field in (("hess_trace", "total"), ("hutchinson", "total"), ("hess_max_ev", "hess_max_ev")):
         np.testing.assert_allclose(b[name][field], a[name][field], rtol=1e-4)
-
-
-def test_buffers_reused_by_micro_batches(tmp_path: Path) -> None:
-    net, x, y = data()
-    loss_fn, buffer = nn.CrossEntropyLoss(), torch.empty(4, 6)
-
-    def body(cockpit: DistCockpit) -> None:
-        for part, target in zip(x.split(4), y.split(4), strict=True):
-            buffer.copy_(part)
-            (loss_fn(net(buffer), target) / 2).backward()
-
-    run = one_step(tmp_path, body, net, loss_fn, quantities=[MeanGSNR(), HessTrace()])
-    batch = reference(net, x, y)
-    np.testing.assert_allclose(run["mean_gsnr"]["mean_gsnr"], [oracle.mean_gsnr(batch)], rtol=1e-4)
-    again = one_step(tmp_path / "b", lambda c: loss_fn(net(x), y).backward(), net, loss_fn, quantities=[HessTrace()])
-    np.testing.assert_allclose(run["hess_trace"]["trace"], again["hess_trace"]["trace"], rtol=1e-4)
 
 
 class NormalisesInPlace(nn.Module):

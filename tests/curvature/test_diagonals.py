@@ -146,13 +146,13 @@ def test_a_converted_form_that_is_not_the_model(tmp_path: Path, caplog: pytest.L
 
 def test_a_diagonal_of_the_converted_form_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its largest elements must agree with products of the matrix; here one parameter's are half as large again."""
-    right = diagonals._differentiate
+    right = diagonals.differentiate
 
     def wrong(extension: Any, form: nn.Module, *rest: Any) -> dict[str, Tensor]:
         diagonal = right(extension, form, *rest)
         return {k: 1.5 * d if k == "second.bias" else d for k, d in diagonal.items()}
 
-    monkeypatch.setattr(diagonals, "_differentiate", wrong)
+    monkeypatch.setattr(diagonals, "differentiate", wrong)
     net, loss_fn, (x, y) = Skips(), nn.CrossEntropyLoss(), cases.data("mlp", "mean", 0)
     chosen = [q.HessTrace(curvature="diag_ggn_exact")]
     cockpit = DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1))

@@ -108,12 +108,10 @@ class Doubled(torch.autograd.Function):
 
 SERVED: dict[str, Forward] = {
     "made of a parameter, positions first": lambda m, z: (z.transpose(0, 1) * m.p.exp()).transpose(0, 1),
-    "folded": lambda m, z: (z.flatten(0, 1) * m.p).view_as(z),
     "folded, with a function between": lambda m, z: ((z.flatten(0, 1) * m.p).tanh() * m.p).view_as(z),
     "folded, positions first": lambda m, z: (
         (z.transpose(0, 1).reshape(-1, z.shape[2]) * m.p).view(z.shape[1], len(z), -1).transpose(0, 1)
     ),
-    "add": lambda m, z: z + m.q,
     "of three": lambda m, z: torch.addcmul(z, z, m.p, value=0.5),
     "class token": lambda m, z: torch.cat([m.q[:, :1].expand(len(z), -1, -1), z[:, 1:]], 1),
     "in place": in_place,
@@ -121,10 +119,8 @@ SERVED: dict[str, Forward] = {
     "derived, twice": lambda m, z: (z + m.p.sin()) * m.p.sin(),
     "chunks": chunks,
     "stacked": lambda m, z: torch.stack([z, z * m.p]).sum(0),
-    "linear": lambda m, z: F.linear(z, m.w, m.p),
     "transposed": lambda m, z: torch.einsum("bti,io->bto", z, m.w.t()),
     "without gradient": without_gradient,
-    "norm": lambda m, z: F.layer_norm(z, (6,), m.p, 2 * m.p),
     "keywords": lambda m, z: torch.add(input=z, other=m.q, alpha=3),
     "drawn for each": drawn_for_each,
     "positions": lambda m, z: z + F.embedding(torch.arange(4), m.w),

@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import architectures
-import cases
 import numpy as np
-import oracle
 import pytest
 import torch
 from own_quantities import Moments
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.gradients import parts
-from distcockpit.quantities import MeanGSNR
 
 
 class DroppingAttention(nn.Module):
@@ -30,23 +26,6 @@ class DroppingAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.stack([x, -x, x.roll(1, 1)], 1)
         return self.head(torch.dropout(self.attend(x, x, x)[0].mean(1), 0.3, self.training))
-
-
-def test_dropout_in_a_generic_layer(tmp_path: Path) -> None:
-    """The reference differentiates single losses of the very same batched forward pass."""
-    torch.manual_seed(0)
-    net, loss_fn = DroppingAttention(), nn.CrossEntropyLoss()
-    x, y = cases.data("sigmoid", "mean", 0)
-    with DistCockpit(net, loss_fn, store=tmp_path / "r", quantities=[MeanGSNR()], schedule=every(1)) as cockpit:
-        torch.manual_seed(1)
-        with cockpit.track(0):
-            loss_fn(net(x), y).backward()
-    torch.manual_seed(1)
-    losses = F.cross_entropy(net(x), y, reduction="none")
-    each = [torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for loss in losses]
-    flat = np.stack([np.concatenate([g.double().numpy().ravel() for g in gradients]) for gradients in each])
-    batch = oracle.Batch(losses.detach().numpy(), {"all": flat}, {}, {})
-    np.testing.assert_allclose(open_run(tmp_path / "r")["mean_gsnr"]["mean_gsnr"], [oracle.mean_gsnr(batch)], rtol=1e-4)
 
 
 class Notes:
@@ -121,6 +100,7 @@ def test_a_few_samples_at_a_time(tmp_path: Path, gate: str, can_be_mapped: bool)
     np.testing.assert_allclose(found[:, 1:], expected[:, 1:], rtol=1e-9)
 
 
+@pytest.mark.smoke
 def test_what_a_hook_keeps_can_be_used(tmp_path: Path) -> None:
     """Layers are run again after the step, and the user's hooks with them: what these keep are ordinary tensors."""
     torch.manual_seed(0)

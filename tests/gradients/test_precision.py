@@ -73,6 +73,7 @@ def test_float64(tmp_path: Path) -> None:
     assert run["parameters"]["0.weight"].dtype == np.float64
 
 
+@pytest.mark.smoke
 def test_settings_of_the_backend_do_not_matter(tmp_path: Path) -> None:
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"

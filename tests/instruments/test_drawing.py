@@ -52,7 +52,6 @@ def test_what_is_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     many = type(facts)(shapes={f"layers.{k}.weight": (2, 2) for k in range(300)}, world_size=4)
     run = open_run(Written(tmp_path / "run", [q.GradNorm()], many).rows(30).close())
     monkeypatch.setattr(rows, "MOST_NUMBERS", 2560)
-    monkeypatch.setattr(rows.portion, "__defaults__", (2560,))
     picture = INSTRUMENTS["grad_norm"].pictures(run)["grad_norm"]
     assert isinstance(picture, Picture)
     assert picture.note == "256 of 300 names, 10 of 30 rows, evenly spaced" and len(picture.marks[0].x) == 10  # type: ignore[union-attr]
@@ -99,6 +98,7 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
         drawn("alpha", run)
 
 
+@pytest.mark.smoke
 def test_a_run_of_nothing_but_nan_is_drawn(tmp_path: Path) -> None:
     chosen = [
         q.GradHist2d(),
@@ -118,6 +118,7 @@ def test_a_run_of_nothing_but_nan_is_drawn(tmp_path: Path) -> None:
     plot_run(run).savefig(tmp_path / "panel.png", dpi=25)
 
 
+@pytest.mark.smoke
 def test_infinities_and_signs_are_drawn(tmp_path: Path) -> None:
     values = np.array([1e-320, -1e30, np.inf, -np.inf, np.nan, 0.0, 1.0, 1.5e308])
     run = open_run(

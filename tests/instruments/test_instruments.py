@@ -21,6 +21,7 @@ from distcockpit import instruments, open_run
 from distcockpit import quantities as q
 from distcockpit.findings import check
 from distcockpit.instruments import INSTRUMENTS
+from distcockpit.instruments.panel import SECTIONS
 from distcockpit.instruments.picture import Picture
 from distcockpit.store import rows
 
@@ -40,7 +41,7 @@ def test_each_works_alone_and_carries_units(name: str, run: xr.DataTree) -> None
     for each in every_axes:
         assert re.search(r"\[.+\]$|^rank$", each.get_ylabel()), each.get_ylabel()
         assert each.get_xlabel() in ("step", "value of its parameter [1]", "")
-    assert INSTRUMENTS[name].__doc__ and INSTRUMENTS[name].section in instruments.panel.__globals__["SECTIONS"]
+    assert INSTRUMENTS[name].__doc__ and INSTRUMENTS[name].section in SECTIONS
 
 
 def test_alpha(run: xr.DataTree) -> None:

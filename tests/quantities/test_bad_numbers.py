@@ -199,6 +199,7 @@ class Modulus(nn.Module):
         return self.last(self.spectrum(x).abs())
 
 
+@pytest.mark.smoke
 def test_complex_gradients_at_outputs(tmp_path: Path) -> None:
     run, _ = go(tmp_path / "r", Modulus(), ((4, 5), (4, 2)), [q.RankHealth()], 2)
     assert (run["rank_health"]["first_nonfinite_gradient"] == 0).all()

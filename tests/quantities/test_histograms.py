@@ -13,7 +13,6 @@ import torch
 from changing_runs import go
 from compared_runs import mean_terms
 from ranks import Ranks
-from recorded_runs import record
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,12 +108,3 @@ def test_smallest_range(tmp_path: Path) -> None:
                 loss_fn(net(torch.zeros(2, 3)), torch.zeros(2, 1)).backward()
     edges = open_run(tmp_path / "run")["grad_hist_1d"]["edges"].values
     np.testing.assert_array_equal(edges[1], [-0.25, -0.125, 0.0, 0.125, 0.25])
-
-
-def test_individual_histograms_have_parameter_names(tmp_path: Path) -> None:
-    record(tmp_path / "run", 1, quantities=[GradHist2d(keep_individual=True)])
-    counts = open_run(tmp_path / "run")["grad_hist_2d"]["counts_per_parameter"]
-    assert counts.dims == ("step", "parameter", "grad_bin", "param_bin")
-    sizes = {n: p.numel() * cases.N for n, p in cases.initialised("mlp").named_parameters()}
-    for name, size in sizes.items():
-        assert counts.sel(parameter=name).sum() == size

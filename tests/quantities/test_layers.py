@@ -86,6 +86,7 @@ def test_numbers_of_neurons_that_differ_between_ranks(ranks: Ranks, tmp_path: Pa
     np.testing.assert_allclose(run["output_norm"]["output_norm"].sel(layer="relu")[0], norms.mean(), rtol=1e-6)
 
 
+@pytest.mark.smoke
 def test_no_matrix_no_activation(tmp_path: Path) -> None:
     """Groups whose dimensions are empty have rows all the same."""
 

@@ -212,6 +212,7 @@ def test_what_a_model_keeps(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose(rows["mean_of"].sel(step=step), squares, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.smoke
 def test_parametrizations_that_are_cached(tmp_path: Path) -> None:
     net, loss_fn = parametrizations.weight_norm(nn.Linear(6, 5)), nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[Moments()], schedule=every(1)) as cockpit:
@@ -220,6 +221,7 @@ def test_parametrizations_that_are_cached(tmp_path: Path) -> None:
     assert all(p.grad is not None and bool(p.grad.any()) for p in net.parameters())
 
 
+@pytest.mark.smoke
 def test_a_forward_that_empties_its_input(tmp_path: Path) -> None:
     class Pops(nn.Module):
         def __init__(self) -> None:
@@ -244,6 +246,7 @@ class Pair:
         self.first, self.second = first, second
 
 
+@pytest.mark.smoke
 def test_odd_inputs_and_outputs(tmp_path: Path) -> None:
     """Inference tensors have no version, nested tensors no shape; neither stops the training."""
 

@@ -257,8 +257,8 @@ def test_a_state_of_another_model_is_noticed(tmp_path: Path) -> None:
     with resume(tmp_path / "run", net, loss_fn, optimizer=make_optimizer("adamw", net)) as cockpit:
         cockpit.load_state_dict(saved["cockpit"])
         x, y = cases.data("mlp", "mean", 0)
-        with pytest.raises(ValueError, match="the latest was 4"):
-            cockpit.track(SAVED).__enter__()
+        with pytest.raises(ValueError, match="the latest was 4"), cockpit.track(SAVED):
+            pass
         with cockpit.track(SAVED + 1):
             loss_fn(net(x), y).backward()
         with pytest.raises(RuntimeError, match="Call it before the first step"):
@@ -328,14 +328,6 @@ def test_a_call_that_raises_cuts_nothing(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError)):
             cockpit.log(0, **call)
     cockpit.close()
-    assert json.loads((tmp_path / "run/zarr.json").read_text()) == before
-
-
-def test_resuming_without_a_step_leaves_it_as_it_was(tmp_path: Path) -> None:
-    run_all(None, tmp_path, [24], "dies", panel="few")
-    before = json.loads((tmp_path / "run/zarr.json").read_text())
-    net = cases.initialised("mlp")
-    resume(tmp_path / "run", net, optimizer=make_optimizer("adamw", net)).close()
     assert json.loads((tmp_path / "run/zarr.json").read_text()) == before
 
 

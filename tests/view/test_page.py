@@ -331,6 +331,7 @@ def walk(node: Any, see: Callable[[Any], None]) -> None:
         walk(child, see)
 
 
+@pytest.mark.smoke
 def test_every_figure_is_one_that_plotly_knows(tmp_path: Path) -> None:
     run = open_run(rows(Written(tmp_path / "run.zarr", QUANTITIES), 30).close())
     made = content({"run": run})

@@ -69,6 +69,7 @@ def test_the_terminal_view_follows_a_run(tmp_path: Path) -> None:
     assert re.search("[▁▂▃▄▅▆▇█]{10}", seen) and "ranks 4" in seen
 
 
+@pytest.mark.smoke
 def test_the_terminal_view_of_a_run_without_rows(tmp_path: Path) -> None:
     path = Written(tmp_path / "run", [q.Alpha(), q.Loss()]).close()
     seen, code = terminal([sys.executable, "-m", "distcockpit", "watch", "--terminal", str(path)], ("ranks 4", None))

@@ -32,7 +32,7 @@ def slots(values: Tensor, limits: Tensor) -> Tensor:
     """Return the slot number of every value, int32."""
     edges, flat = limits.numpy(), _rows(values.reshape(-1))
     numbers, scale = np.empty(flat.size, np.int32), _scale(edges)
-    _in_parts(lambda part: loops.slots(flat[part], edges, *scale, numbers[part]), flat.size, COUNTED, flat.dtype)
+    in_parts(lambda part: loops.slots(flat[part], edges, *scale, numbers[part]), flat.size, COUNTED, flat.dtype)
     return torch.from_numpy(numbers).view(values.shape)
 
 
@@ -104,7 +104,7 @@ def count_outer_2d(delta: Tensor, x: Tensor, limits: Tensor, columns: Tensor, n_
 def add_sums(sums: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]`` to ``sums``, float64."""
     rows, total = _rows(values.reshape(len(values), sums.numel())), sums.view(-1).numpy()
-    _in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
+    in_parts(lambda part: loops.add_sums(rows[:, part], total[part]), total.size, ADDED * len(rows), rows.dtype)
 
 
 def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
@@ -112,13 +112,13 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
     rows = _rows(values.reshape(len(values), sums.numel()))
     first, second = sums.view(-1).numpy(), squares.view(-1).numpy()
     cost = 2 * ADDED * len(rows)
-    _in_parts(lambda part: loops.add_powers(rows[:, part], first[part], second[part]), first.size, cost, rows.dtype)
+    in_parts(lambda part: loops.add_powers(rows[:, part], first[part], second[part]), first.size, cost, rows.dtype)
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
     """Count the elements that are NaN or infinite."""
     flat = _rows(values.reshape(-1))
-    count = sum(_in_parts(lambda part: loops.count_nonfinite(flat[part]), flat.size, ADDED, flat.dtype))
+    count = sum(in_parts(lambda part: loops.count_nonfinite(flat[part]), flat.size, ADDED, flat.dtype))
     return torch.tensor(count, dtype=torch.int64)
 
 
@@ -136,7 +136,7 @@ def count_small(values: Tensor, epsilon: float) -> Tensor:
 
         return _shared_out(count, a, ADDED * c, rows.dtype) if a else torch.zeros(c, dtype=torch.int64)
     rows, counts = _rows(values.reshape(a * c, i)), np.zeros(a * c, np.int64)
-    _in_parts(lambda part: loops.count_small_in_rows(rows[part], limit, counts[part]), a * c, ADDED * i, rows.dtype)
+    in_parts(lambda part: loops.count_small_in_rows(rows[part], limit, counts[part]), a * c, ADDED * i, rows.dtype)
     return torch.from_numpy(counts).view(a, c).sum(0)
 
 
@@ -155,7 +155,7 @@ def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tenso
 
     def product(values: Tensor, other: Tensor) -> float:
         a, b = _rows(values.reshape(-1)), _rows(other.reshape(-1))
-        return sum(_in_parts(lambda part: loops.inner(a[part], b[part]), a.size, ADDED, a.dtype))
+        return sum(in_parts(lambda part: loops.inner(a[part], b[part]), a.size, ADDED, a.dtype))
 
     products = [product(values, other) for values, other in zip(tensors, others, strict=True)]
     return torch.tensor(products, dtype=torch.float64)
@@ -169,7 +169,7 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     def multiply(part: slice) -> None:
         loops.inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
 
-    _in_parts(multiply, len(rows), ADDED * rows.shape[1], rows.dtype)
+    in_parts(multiply, len(rows), ADDED * rows.shape[1], rows.dtype)
     return torch.from_numpy(sums)
 
 
@@ -177,11 +177,11 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
 
 
 def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: float, dtype: np.dtype) -> Tensor:
-    """Return the sum of ``count`` over parts of ``range(n)``; otherwise see `_in_parts`."""
-    return torch.from_numpy(sum(_in_parts(count, n, cost, dtype)))
+    """Return the sum of ``count`` over parts of ``range(n)``; otherwise see `in_parts`."""
+    return torch.from_numpy(sum(in_parts(count, n, cost, dtype)))
 
 
-def _in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype) -> list[Any]:
+def in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype) -> list[Any]:
     """Return what ``work`` returns for parts of ``range(n)``.
 
     Args:
