@@ -133,6 +133,10 @@ class Diagonals:
                 return differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)
             except NoChainError as error:
                 problem = str(error)
+            except RuntimeError as error:
+                if "BackwardHookFunction" not in str(error):
+                    raise
+                problem = str(error)  # the output of a module is written to in place, as in ``out += identity``
         form = self._form or _converted(curvature, self._model)
         if form is None or curvature.kind == "diag_h":
             raise RuntimeError(problem)

@@ -356,7 +356,8 @@ class TrackedStep:
         if required and not self._settled:
             raise error or RuntimeError(f"Quantities {required} need {because}")
         names = ", ".join(q.name for q in wanting)
-        self._session.say_once(topic, f"step {self._step}: {names}: NaN. They need {because}")
+        need = "It needs" if len(wanting) == 1 else "They need"
+        self._session.say_once(topic, f"step {self._step}: {names}: NaN. {need} {because}")
 
     def _do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
         self._do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}. Leave them out.")

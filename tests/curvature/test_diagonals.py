@@ -15,6 +15,7 @@ from changing_runs import go
 from failing_runs import FAILS_AT, data, small_mlp
 from ranks import Ranks
 from small_batches import B, one_step
+from small_models import ResNet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,6 +108,21 @@ def test_the_converter_makes_models_with_skips_fit(tmp_path: Path) -> None:
     assert all(not m._forward_hooks and not m._backward_hooks for m in net.modules())
 
 
+@pytest.mark.parametrize("identity", ["in place", "out of place"])
+def test_a_residual_network(tmp_path: Path, identity: str) -> None:
+    """Blocks as torchvision writes them: one ReLU used twice, ``out += identity``, batch norm in eval mode."""
+    torch.manual_seed(5)
+    net, loss_fn = ResNet(in_place=identity == "in place").eval(), nn.CrossEntropyLoss()
+    x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 5
+    exact = [d.sum() for d in oracle.ggn_diagonal(net, net.state_dict(), loss_fn, x, y).values()]
+    chosen = [q.HessTrace(curvature="diag_ggn_exact")]
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(2):
+            with cockpit.track(step):
+                loss_fn(cockpit(x), y).backward()
+    np.testing.assert_allclose(open_run(tmp_path / "run")["hess_trace"]["trace"], [exact, exact], rtol=1e-4)
+
+
 def test_what_the_converter_cannot_do_is_said(tmp_path: Path) -> None:
     net, loss_fn = Functional(), nn.CrossEntropyLoss()
     chosen, (x, y) = [q.HessTrace(curvature="diag_ggn_exact")], cases.data("mlp", "mean", 0)
@@ -139,7 +155,7 @@ def test_a_converted_form_that_is_not_the_model(tmp_path: Path, caplog: pytest.L
             with cockpit.track(step):
                 loss_fn(cockpit(x), y).backward()
             net.factor = 2.0
-    assert re.search(f"step 1: hess_trace: NaN, .*{why}", caplog.text)
+    assert re.search(f"step 1: hess_trace: NaN. .*{why}", caplog.text)
     traces = open_run(tmp_path / "b")["hess_trace"]["trace"]
     assert traces.isnull().all("parameter").values.tolist() == [False, True, True]
 

@@ -407,3 +407,39 @@ class Spare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+class BasicBlock(nn.Module):
+    """A residual block as torchvision writes it."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int, in_place: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(n_out), nn.ReLU(inplace=in_place)
+        self.conv2, self.bn2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out)
+        self.downsample = None
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        identity = x if self.downsample is None else self.downsample(x)
+        if self.in_place:
+            out += identity
+        else:
+            out = out + identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """Three residual blocks."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(in_place)
+        blocks = [BasicBlock(4, 4, 1, in_place), BasicBlock(4, 4, 1, in_place), BasicBlock(4, 6, 2, in_place)]
+        self.blocks, self.pool, self.fc = nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.flatten(self.pool(self.blocks(self.relu(self.bn1(self.conv1(x))))), 1))
