@@ -173,6 +173,15 @@ def test_no_two_classes_have_one_name() -> None:
     assert twice == {"DistCockpitCallback"}  # of Lightning and of transformers
 
 
+def test_in_tracking_nobody_writes_to_anothers_fields() -> None:
+    own = {"self", "computed", "entry"}  # the latter two are made where they are written to
+    for file, tree in FILES.items():
+        if file.startswith("tracking/"):
+            stores = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+            others = {ast.unparse(n) for n in stores if ast.unparse(n.value) not in own}
+            assert others <= {"self._ddp_model._join_config"}, file  # torch's
+
+
 def test_quantities_neither_communicate_nor_touch_a_model() -> None:
     for file, tree in FILES.items():
         if file.startswith("quantities/"):

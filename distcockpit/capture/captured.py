@@ -121,7 +121,7 @@ class Scale:
 
 
 @dataclass
-class Captured:
+class CapturedMicroBatch:
     """A micro-batch with everything needed to unscale it, before the other ranks' batches are known."""
 
     batch_size: int
@@ -168,7 +168,7 @@ class Captured:
         values: list[Any] = [call.value for call in self.losses] or [self.scale.total]
         return any(value is not None and not math.isfinite(float(value.sum())) for value in values)
 
-    def with_others(self, other: Captured, names: Collection[str]) -> Captured:
+    def with_others(self, other: CapturedMicroBatch, names: Collection[str]) -> CapturedMicroBatch:
         """Return a copy with the uses of a second pass for the parameters ``names``, and its own uses for all else."""
         mine = [use.serving({k: v for k, v in use.layer.parameters.items() if v not in names}) for use in self.uses]
         theirs = [use.serving({k: v for k, v in use.layer.parameters.items() if v in names}) for use in other.uses]
@@ -283,7 +283,7 @@ def received(forward: ForwardPass) -> list[Use]:
     return [use for use in forward.uses if use.output_gradients and (use.layer.parameters or use.is_separable)]
 
 
-def check_uses(captured: Sequence[Captured]) -> None:
+def check_uses(captured: Sequence[CapturedMicroBatch]) -> None:
     """Check whether the layers left what their individual gradients are derived from.
 
     Raises:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distcockpit.capture.captured import (
     Beside,
-    Captured,
+    CapturedMicroBatch,
     ForwardPass,
     KnownLoss,
     LossCall,
@@ -63,7 +63,7 @@ HAS_GRADIENTS = (
 class Interpretation:
     """What a step means."""
 
-    captured: list[Captured]
+    captured: list[CapturedMicroBatch]
     notices: dict[str, str] = field(default_factory=dict)  # by topic
     coupled: str = ""  # why samples have no gradients of their own
     own: float = 0.0  # the factor of the mean in the objective
@@ -148,7 +148,9 @@ def interpret(
         uses += [use for part in parts if part.learned for use in _learned(part, micro)]
         observed = [seen for forward in micro.passes for seen in observed_in(forward)]
         size = micro.passes[0].batch_size
-        captured = Captured(size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside)
+        captured = CapturedMicroBatch(
+            size, of_micro, uses if size else [], micro.passes, micro.losses, observed, beside=beside
+        )
         captured.terms = mine
         result.captured.append(captured)
     if objective.looks:

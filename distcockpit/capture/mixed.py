@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.interpretation import Terms
 from distcockpit.capture.objective import Root
 from distcockpit.gradients.uses import Use
@@ -53,7 +53,7 @@ class OutputsOfCalls:
         self._kept.clear()
 
 
-def unmix(captured: Sequence[Captured], times: int, weight: float, world: World) -> bool:
+def unmix(captured: Sequence[CapturedMicroBatch], times: int, weight: float, world: World) -> bool:
     """Give each part of the loss the divisor that one process would use; all ranks call it.
 
     Args:
@@ -81,7 +81,7 @@ def unmix(captured: Sequence[Captured], times: int, weight: float, world: World)
     return True
 
 
-def _is_known(micro: Captured) -> bool:
+def _is_known(micro: CapturedMicroBatch) -> bool:
     """True if the gradients of each part are known separately, for all calls."""
     terms: Sequence[Terms] = micro.terms
     if not terms or any(t.part is None or t.individual is None or not math.isfinite(1 / t.coefficient) for t in terms):
@@ -90,7 +90,7 @@ def _is_known(micro: Captured) -> bool:
     return all(use.by_part and use.by_part.keys() <= reached for use in micro.uses)
 
 
-def _divide(micro: Captured, ratios: Sequence[float]) -> None:
+def _divide(micro: CapturedMicroBatch, ratios: Sequence[float]) -> None:
     """Add up the parts again, with new divisors."""
     for use in micro.uses:
         gradients: dict[int, Tensor] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import Captured, ForwardPass, scalar_output
+from distcockpit.capture.captured import CapturedMicroBatch, ForwardPass, scalar_output
 from distcockpit.capture.layers import training_batchnorms
 from distcockpit.replay.checkpointing import without_reentrance
 from distcockpit.replay.trees import map_tensors, tensors
@@ -65,7 +65,10 @@ def replayed(
 
 @contextmanager
 def replayed_loss(
-    model: nn.Module, loss_fn: nn.Module | None, captured: Captured, batch_statistics: Statistics | None = None
+    model: nn.Module,
+    loss_fn: nn.Module | None,
+    captured: CapturedMicroBatch,
+    batch_statistics: Statistics | None = None,
 ) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
     """Yield the unscaled loss of a micro-batch, in a fresh graph, and the model outputs it was computed from.
 
@@ -95,7 +98,7 @@ def replayed_loss(
         yield loss_fn(*args, **call.kwargs), used
 
 
-def _needs_one(captured: Captured) -> str:
+def _needs_one(captured: CapturedMicroBatch) -> str:
     return (
         "Curvature reruns the step and needs exactly one call of the model and one call of the loss module per "
         f"micro-batch, but found {len(captured.passes)} and {len(captured.losses)}. Pass DistCockpit the loss module "

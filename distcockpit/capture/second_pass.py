@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.batch_norm import batch_statistics
 from distcockpit.capture.capture import Capture
-from distcockpit.capture.captured import Captured, ForwardPass, KnownLoss
+from distcockpit.capture.captured import CapturedMicroBatch, ForwardPass, KnownLoss
 from distcockpit.capture.rerun import replayed
 from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
@@ -21,7 +21,7 @@ from distcockpit.replay.trees import map_tensors, tensors
 
 
 def mixed_up_rows(
-    captured: Sequence[Captured],
+    captured: Sequence[CapturedMicroBatch],
     model: nn.Module,
     layers: Sequence[Layer],
     axes: BatchAxes,
@@ -165,14 +165,14 @@ def _reaches(silent: Tensor, gradient: Tensor) -> bool:
 
 
 def second_pass(
-    captured: Captured,
+    captured: CapturedMicroBatch,
     model: nn.Module,
     layers: Sequence[Layer],
     axes: BatchAxes,
     parameters: Mapping[str, nn.Parameter],
     *,
     constant_statistics: bool,
-) -> tuple[Captured, dict[str, Tensor]]:
+) -> tuple[CapturedMicroBatch, dict[str, Tensor]]:
     """Return a micro-batch with the uses of a second pass.
 
     The model is run again, and its outputs are given the gradients they received from the loss, whatever that was.

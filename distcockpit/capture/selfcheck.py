@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
@@ -33,7 +33,7 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 
 
 def check_outputs_tell_all(
-    captured: Sequence[Captured], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
+    captured: Sequence[CapturedMicroBatch], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
 ) -> None:
     """Check whether rerunning the step from the gradients at the model's outputs reproduces the parameters' gradients.
 
@@ -72,7 +72,6 @@ class SelfCheck:
     unchecked: set[str] = field(init=False)
     last_checked: int = -1  # the last step at which everything was fine
     _checked_alone: set[str] = field(default_factory=set)
-    whole: float = 0.0  # norm of the whole gradient at the last thorough step
     closed: set[str] = field(default_factory=set)  # whose calls all had closed forms at the last such step
     broken: dict[str, int] = field(default_factory=dict)  # what is no longer correct, and since which step
     _quiet: set[str] = field(default_factory=set)  # whose gradients were nothing but rounding at that step
@@ -83,6 +82,10 @@ class SelfCheck:
 
     def __post_init__(self) -> None:
         self.unchecked = set(self.tracked)
+
+    def adopt(self, tracked: Mapping[str, nn.Parameter]) -> None:
+        """Continue with other tensors of the same names."""
+        self.tracked = tracked
 
     def begin(self) -> dict[str, nn.Parameter]:
         """Begin a tracked step. Everything is checked again at the second, fourth, eighth, ... one.
@@ -104,7 +107,7 @@ class SelfCheck:
         """True if this step checks everything."""
         return self._count & (self._count - 1) == 0
 
-    def due(self, captured: Sequence[Captured]) -> list[str]:
+    def due(self, captured: Sequence[CapturedMicroBatch]) -> list[str]:
         """Return the parameters to examine in this step: those not checked yet, and those that behave differently."""
         with_weight = [c for c in captured if c.weight]
         if not with_weight:
@@ -121,7 +124,7 @@ class SelfCheck:
         """The parameters whose gradients are not explained yet, or no longer."""
         return self.unchecked | self._quiet | self.broken.keys()
 
-    def passed(self, found: Examination, captured: Sequence[Captured], step: int) -> None:
+    def passed(self, found: Examination, captured: Sequence[CapturedMicroBatch], step: int) -> None:
         """Record that nothing is wrong."""
         explained = found.explained
         self.unchecked -= {*explained, *found.quiet}
@@ -162,7 +165,7 @@ class Examination:
 
 
 def examine(
-    captured: Sequence[Captured],
+    captured: Sequence[CapturedMicroBatch],
     seen: Mapping[str, Tensor],
     model: nn.Module,
     scopes: Mapping[str, Sequence[str]],

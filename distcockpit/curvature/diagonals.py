@@ -21,7 +21,7 @@ from backpack.custom_module.graph_utils import convert_module_to_backpack
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.rerun import replayed_loss
 from distcockpit.capture.wrapped import has_children
 from distcockpit.curvature.chain import Chain, NoChainError
@@ -88,7 +88,9 @@ class Diagonals:
         if problem:
             raise ValueError(f"{what} {problem} {WAY_OUT}")
 
-    def of(self, curvature: Curvature, captured: Sequence[Captured], seeds: Sequence[int]) -> dict[str, Tensor]:
+    def of(
+        self, curvature: Curvature, captured: Sequence[CapturedMicroBatch], seeds: Sequence[int]
+    ) -> dict[str, Tensor]:
         """Sum the diagonal curvature of ``sum_i l_i`` (the loss times its divisor) over micro-batches.
 
         Args:
@@ -122,7 +124,7 @@ class Diagonals:
         return total
 
     def _of(
-        self, curvature: Curvature, micro: Captured, seed: int, parameters: Mapping[str, nn.Parameter]
+        self, curvature: Curvature, micro: CapturedMicroBatch, seed: int, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, Tensor]:
         assert self._loss_fn is not None  # checked at construction
         problem = "" if self._form is None or curvature.kind == "diag_h" else "it is not a chain of modules."
@@ -220,7 +222,7 @@ def _check_elements(
     diagonal: Mapping[str, Tensor],
     model: nn.Module,
     loss_fn: nn.Module,
-    micro: Captured,
+    micro: CapturedMicroBatch,
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
     """Compare the largest element of each parameter's diagonal with a product of the matrix and a unit vector.
@@ -253,7 +255,7 @@ def differentiate(
     extension: extensions.backprop_extension.BackpropExtension,
     form: nn.Module,
     loss_fn: nn.Module,
-    micro: Captured,
+    micro: CapturedMicroBatch,
     seed: int,
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
@@ -287,7 +289,7 @@ def differentiate(
     return taken
 
 
-def _check_targets(loss_fn: nn.Module, micro: Captured) -> None:
+def _check_targets(loss_fn: nn.Module, micro: CapturedMicroBatch) -> None:
     """Check the targets, since BackPACK's cross-entropy Hessian counts every target, with probabilities that sum to 1.
 
     Raises:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.curvature.lanczos import check_twice_differentiable, twice_differentiable_loss
 
 MATRICES = {"hutchinson": "Hessian", "hutchinson_ggn": "generalised Gauss-Newton matrix"}
@@ -54,7 +54,7 @@ def quadratic_forms(
     model: nn.Module,
     loss_fn: nn.Module | None,
     parameters: Mapping[str, nn.Parameter],
-    captured: Sequence[Captured],
+    captured: Sequence[CapturedMicroBatch],
     seed: int,
 ) -> Tensor:
     """Compute ``v_p . (C v)_p`` for every vector and parameter, C the curvature of the sum over micro-batches of w L.

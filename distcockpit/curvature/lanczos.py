@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distcockpit.capture.batch_norm import batch_statistics
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.rerun import replayed_loss
 from distcockpit.world import World
 
@@ -69,7 +69,7 @@ def largest_eigenvalue(
     model: nn.Module,
     loss_fn: nn.Module | None,
     parameters: Mapping[str, nn.Parameter],
-    captured: Sequence[Captured],
+    captured: Sequence[CapturedMicroBatch],
     weight: float,
     confirm: Callable[[], None],
 ) -> Eigenvalue:
@@ -195,7 +195,7 @@ def _local_products(
     model: nn.Module,
     loss_fn: nn.Module | None,
     parameters: Mapping[str, nn.Parameter],
-    captured: Sequence[Captured],
+    captured: Sequence[CapturedMicroBatch],
     weight: float,
 ) -> Generator[Product, None, None]:
     """Yield this rank's part of the product: the sum over its micro-batches of ``(w/W) H v``.
@@ -225,7 +225,7 @@ def _local_products(
 
 @contextmanager
 def twice_differentiable_loss(
-    model: nn.Module, loss_fn: nn.Module | None, micro: Captured
+    model: nn.Module, loss_fn: nn.Module | None, micro: CapturedMicroBatch
 ) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
     """Yield the unscaled loss of a micro-batch, and its model outputs, in a graph that can be differentiated twice.
 
@@ -243,7 +243,7 @@ def twice_differentiable_loss(
 
 @contextmanager
 def _gradient(
-    model: nn.Module, loss_fn: nn.Module | None, leaves: Sequence[nn.Parameter], micro: Captured
+    model: nn.Module, loss_fn: nn.Module | None, leaves: Sequence[nn.Parameter], micro: CapturedMicroBatch
 ) -> Generator[list[Tensor], None, None]:
     """Yield the gradient of the unscaled loss of a micro-batch, to be differentiated again."""
     with twice_differentiable_loss(model, loss_fn, micro) as (loss, _):

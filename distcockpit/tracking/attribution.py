@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from distcockpit.capture.batch_axes import BatchAxes
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage, coverage
 from distcockpit.capture.second_pass import mixed_up_rows, second_pass
@@ -20,7 +20,7 @@ from distcockpit.tracking.setup import Setup
 class Attributed:
     """The micro-batches of a step, and what is new about how parameters are served."""
 
-    captured: list[Captured]
+    captured: list[CapturedMicroBatch]
     has_news: bool = False  # whether `Attribution.coverage` changed
     problem: str = ""  # why individual gradients are unknown from here on, if they are
 
@@ -39,18 +39,19 @@ class Attribution:
         self._setup, self._say, self.cover = setup, say, cover
         self.axes = BatchAxes(setup.batch_dim, say)
         self.check = SelfCheck(dict(setup.tracked), last_checked=last_checked)
+        self._whole = 0.0  # norm of the whole gradient at the last step that checked everything
 
     def adopt(self, setup: Setup) -> None:
         """Switch to the tensors, or modules of the same kind, that the model holds now."""
         self._setup, self.cover = setup, replace(self.cover, own=setup.layers)
-        self.check.tracked = dict(setup.tracked)
+        self.check.adopt(dict(setup.tracked))
 
     def coverage(self) -> Coverage:
         """How each parameter is tracked."""
         return coverage(self._setup.bare, self.cover, self.check)
 
     def attribute(
-        self, step: int, captured: list[Captured], seen: Mapping[str, Tensor], *, required: bool
+        self, step: int, captured: list[CapturedMicroBatch], seen: Mapping[str, Tensor], *, required: bool
     ) -> Attributed:
         """Find uses that yield all individual gradients.
 
@@ -75,7 +76,7 @@ class Attribution:
         if constant:
             captured, seen = self._again(captured, constant)
         if self.check.is_thorough:
-            self.check.whole = norm_of(live)
+            self._whole = norm_of(live)
         cover, has_news, problem = self.cover, False, ""
         while names := self.check.due(captured):
             try:
@@ -87,7 +88,7 @@ class Attribution:
                     self._setup.bare,
                     self.cover.scopes,
                     names,
-                    self.check.whole,
+                    self._whole,
                     self._setup.block_elements,
                 )
                 unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
@@ -130,7 +131,7 @@ class Attribution:
         )
 
     def _mixed_up(
-        self, captured: Sequence[Captured], names: Sequence[str], constant: bool
+        self, captured: Sequence[CapturedMicroBatch], names: Sequence[str], constant: bool
     ) -> dict[str, tuple[str, list[str]]]:
         """Return the parameters whose calls have output rows that are not samples, with the reason."""
         if not names:
@@ -141,7 +142,9 @@ class Attribution:
         why = "the rows computed with it do not correspond one-to-one to samples"
         return {name: (why, paths) for name, paths in failing.items() if paths}
 
-    def _again(self, captured: Sequence[Captured], constant: bool) -> tuple[list[Captured], dict[str, Tensor]]:
+    def _again(
+        self, captured: Sequence[CapturedMicroBatch], constant: bool
+    ) -> tuple[list[CapturedMicroBatch], dict[str, Tensor]]:
         """Run a second pass of each micro-batch, and return the gradients it gave the parameters."""
         total: dict[str, Tensor] = {}
         result = []

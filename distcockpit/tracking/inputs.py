@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.parameter_gradients import ParameterGradients
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.curvature.hutchinson import TraceEstimate, quadratic_forms
@@ -40,7 +40,7 @@ class StepInputs:
 
     step: int
     header: Header
-    captured: Sequence[Captured]  # the micro-batches
+    captured: Sequence[CapturedMicroBatch]  # the micro-batches
     parameter_gradients: ParameterGradients  # what autograd gave the tracked parameters
     active: Active  # the quantities of this step
     starting: Active  # those of them that have a row starting here

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit.capture.captured import Captured
+from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
@@ -152,6 +152,6 @@ def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool])
     return gradients
 
 
-def observed(captured: Sequence[Captured], name: str) -> list[list[tuple[str, Tensor]]]:
+def observed(captured: Sequence[CapturedMicroBatch], name: str) -> list[list[tuple[str, Tensor]]]:
     """Return what one quantity kept of the outputs: by micro-batch, in forward order."""
     return [[(path, kept[name]) for path, kept in micro.observed if name in kept] for micro in captured]

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
 from distcockpit.capture.capture import Capture, undisturbed
-from distcockpit.capture.captured import Captured, KnownLoss, check_uses
+from distcockpit.capture.captured import CapturedMicroBatch, KnownLoss, check_uses
 from distcockpit.capture.eager import eagerly
 from distcockpit.capture.interpretation import Interpretation
 from distcockpit.capture.layers import problem_of_batchnorm, training
@@ -330,13 +331,12 @@ class TrackedStep:
         required = any(q.required for q in self._active.of_gradients)
         seen = capture.parameter_gradients.gradients
         attributed = self._session.attribution.attribute(self._step, captured, seen, required=required)
-        found.captured = attributed.captured
         if attributed.problem:
             self._session.say_once("wrong", attributed.problem)
         if attributed.has_news:
             self._session.tell_coverage()
-        check_uses(found.captured)
-        return found
+        check_uses(attributed.captured)
+        return replace(found, captured=attributed.captured)
 
     def _do_without(
         self, topic: str, wanting: Sequence[Quantity], because: str, error: Exception | None = None
@@ -362,7 +362,7 @@ class TrackedStep:
     def _do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
         self._do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}. Leave them out.")
 
-    def _check_losses_are_known(self, captured: Sequence[Captured], *, seen: bool) -> None:
+    def _check_losses_are_known(self, captured: Sequence[CapturedMicroBatch], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]
         unseen = (
             "which sample each term of the loss belongs to cannot be seen"
@@ -382,7 +382,7 @@ class TrackedStep:
                     "batch_dim=... or track(step, batch_size=...).",
                 )
 
-    def _curvatures(self, captured: Sequence[Captured]) -> LocalCurvature:
+    def _curvatures(self, captured: Sequence[CapturedMicroBatch]) -> LocalCurvature:
         """Compute each diagonal and each estimate asked for; NaN where that fails.
 
         Raises:
