@@ -39,7 +39,7 @@ SETTINGS: dict[str, tuple[list[int], int, float]] = {
 ALL = [Loss(), GradNorm(), NormTest(), MeanGSNR(), GradHist1d(range=(-0.5, 0.5), bins=41), Alpha()]
 
 
-def train(
+def train_objective(
     rank: int, size: int, group: Any, name: str, store: str, setting: str, quantities: Any = ALL
 ) -> list[dict[str, Tensor]]:
     """The parameters before each step, and after the last."""
@@ -85,7 +85,11 @@ def train(
 def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, setting: str) -> None:
     objective, size = OBJECTIVES[name], len(SETTINGS[setting][0])
     store = str(tmp_path / "run")
-    states = train(0, 1, None, name, store, setting) if size == 1 else ranks.run(size, train, name, store, setting)[0]
+    states = (
+        train_objective(0, 1, None, name, store, setting)
+        if size == 1
+        else ranks.run(size, train_objective, name, store, setting)[0]
+    )
     batches = [expected(objective, state, step) for step, state in enumerate(states[:3])]
     run = open_run(store)
     for step, batch in enumerate(batches):
@@ -107,7 +111,7 @@ def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, sett
 def test_means_over_tokens_and_samples_where_autograds_sums_would_do(ranks: Ranks, tmp_path: Path) -> None:
     """They hold both as each rank divided them."""
     name = "means over tokens and over samples"
-    states = ranks.run(4, train, name, str(tmp_path / "run"), "4 ranks, scaler", [GradNorm()])[0]
+    states = ranks.run(4, train_objective, name, str(tmp_path / "run"), "4 ranks, scaler", [GradNorm()])[0]
     norms = [np.linalg.norm(expected(OBJECTIVES[name], state, k).flat.mean(0)) for k, state in enumerate(states[:3])]
     np.testing.assert_allclose(open_run(tmp_path / "run")["grad_norm"]["total"], norms, rtol=1e-4)
 

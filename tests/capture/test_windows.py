@@ -72,7 +72,7 @@ def windows(model: Any, x: Tensor, y: Tensor, hand_on: Callable[[Any], Any], *, 
     return float(sum(loss.item() for loss in losses))
 
 
-def train(
+def train_windows(
     rank: int, size: int, group: Any, model: type[nn.Module], how: str, one_root: bool, store: str
 ) -> tuple[list[dict[str, Tensor]], list[float]]:
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def train(
 @pytest.mark.parametrize("model", [Lstm, ByHand])
 def test_windows(ranks: Ranks, tmp_path: Path, model: type[nn.Module], how: str, one_root: bool, size: int) -> None:
     arguments = model, how, one_root, str(tmp_path / "run")
-    states, _ = train(0, 1, None, *arguments) if size == 1 else ranks.run(size, train, *arguments)[0]
+    states, _ = train_windows(0, 1, None, *arguments) if size == 1 else ranks.run(size, train_windows, *arguments)[0]
     run, alone = open_run(tmp_path / "run"), model()
     for step, state in enumerate(states):
         alone.load_state_dict(state)

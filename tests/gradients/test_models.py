@@ -43,7 +43,7 @@ STEPS = 2  # the second one runs with what the first one learned
 Report = tuple[list[tuple[np.ndarray, dict[str, np.ndarray]]], dict[str, tuple[str, ...]]]
 
 
-def train(rank: int, size: int, group: Any, name: str, store: str, shards: list[int]) -> Report:
+def train_architecture(rank: int, size: int, group: Any, name: str, store: str, shards: list[int]) -> Report:
     """Two tracked steps; returns the individual gradients of this rank's samples, and the routes."""
     case, net = CASES[name], architectures.built(name)
     model: Any = net if group is None else DistributedDataParallel(net, process_group=group, **case.ddp)
@@ -91,9 +91,9 @@ def close(actual: Any, expected: Any, case: architectures.Case) -> None:
 def check(name: str, ranks: Ranks | None, store: str, shards: list[int]) -> dict[str, tuple[str, ...]]:
     case = CASES[name]
     if len(shards) == 1 or ranks is None:
-        reports = [train(0, 1, None, name, store, shards)]
+        reports = [train_architecture(0, 1, None, name, store, shards)]
     else:
-        reports = ranks.run(len(shards), train, name, store, shards)
+        reports = ranks.run(len(shards), train_architecture, name, store, shards)
     run = open_run(store)
     for step in range(STEPS):
         parts = [found[step] for found, _ in reports]

@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.scale * (self.wide(x) + self.flat(x[:, 0])[:, None])
 
 
-def train(
+def train_two_steps(
     rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], fails: str = "", scale: float = 1.0
 ) -> dict[str, Any]:
     """One tracked step; which parameters were summed up again, and what an error said."""
@@ -108,7 +108,7 @@ def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) ->
 
 @pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-2, True), (1e-4, True)])
 def test_a_small_variance_is_summed_up_again(tmp_path: Path, noise: float, is_lost: bool) -> None:
-    done = train(0, 1, None, str(tmp_path / "run"), noise, [N])
+    done = train_two_steps(0, 1, None, str(tmp_path / "run"), noise, [N])
     assert done == {"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}
     compare(tmp_path / "run", noise, [N])
 
@@ -116,7 +116,7 @@ def test_a_small_variance_is_summed_up_again(tmp_path: Path, noise: float, is_lo
 @pytest.mark.parametrize("noise, is_lost", [(3.0, False), (1e-4, True)])
 @pytest.mark.parametrize("shards", [[9, 15], [1, 0, 20, 3]], ids=str)
 def test_all_ranks_sum_up_again(ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int]) -> None:
-    done = ranks.run(len(shards), train, str(tmp_path / "run"), noise, shards)
+    done = ranks.run(len(shards), train_two_steps, str(tmp_path / "run"), noise, shards)
     assert done == [{"again": [["wide.weight"]] * 2 if is_lost else [], "said": "nothing"}] * len(shards)
     compare(tmp_path / "run", noise, shards)
 
@@ -124,7 +124,7 @@ def test_all_ranks_sum_up_again(ranks: Ranks, tmp_path: Path, noise: float, is_l
 @pytest.mark.parametrize("fails", ["before", "meanwhile", "later"])
 def test_a_rank_that_fails_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path, fails: str) -> None:
     """Before the sums are pooled, others get NaN from it, which must not tell them to pool once more."""
-    done = ranks.run(2, train, str(tmp_path / "run"), 1e-4, [9, 15], fails)
+    done = ranks.run(2, train_two_steps, str(tmp_path / "run"), 1e-4, [9, 15], fails)
     assert done[1]["said"] == "no memory for blocks"
     assert "Rank 1 could not finish" in done[0]["said"]
     ranks.stop(kill=True)
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(ranks: Ranks, tmp_path: Path, f
 @pytest.mark.parametrize("scale", [1e-19, 1e24])
 def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float) -> None:
     """Squares of output gradients in float32 are subnormal, or infinite; the gradients are neither."""
-    done = train(0, 1, None, str(tmp_path / "run"), 3.0, [N], "", scale)
+    done = train_two_steps(0, 1, None, str(tmp_path / "run"), 3.0, [N], "", scale)
     assert done == {"again": [["wide.weight"]] * 2, "said": "nothing"}
     compare(tmp_path / "run", 3.0, [N], scale)
 
@@ -141,7 +141,7 @@ def test_gram_matrices_out_of_range_are_taken_again(tmp_path: Path, scale: float
 def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check is for: without it the noise of 1e-4 is gone."""
     monkeypatch.setattr(buckets, "doubtful", lambda *_: [])
-    train(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
+    train_two_steps(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
     with pytest.raises(AssertionError):
         compare(tmp_path / "run", 1e-4, [N])
 

@@ -163,7 +163,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(model: nn.Module, tmp_path: Path | None, quantities: list[Quantity]) -> list[Any]:
+def train_repeated(model: nn.Module, tmp_path: Path | None, quantities: list[Quantity]) -> list[Any]:
     """Three steps; the individual gradients that one batched pass has, before each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for kind in (torch.manual_seed, random.seed, np.random.seed):
@@ -203,7 +203,7 @@ def test_what_a_model_keeps(tmp_path: Path, name: str) -> None:
     results = []
     for path in (None, tmp_path):
         torch.manual_seed(7)
-        results.append(train(MODELS[name](), path, [Moments()]))
+        results.append(train_repeated(MODELS[name](), path, [Moments()]))
     (expected, plain, others), (_, tracked, same) = results
     assert all(torch.equal(a, b) for a, b in zip(plain, tracked, strict=True)) and others == same
     rows = open_run(tmp_path / "run")["moments"]

@@ -23,7 +23,9 @@ from distcockpit.quantities import Alpha
 
 
 def test_resuming_with_optimizers_in_another_order(tmp_path: Path) -> None:
-    def train(folder: Path, names: tuple[str, ...], state: Any, steps: range, net: nn.Module, optimizers: Any) -> Any:
+    def train_and_resume(
+        folder: Path, names: tuple[str, ...], state: Any, steps: range, net: nn.Module, optimizers: Any
+    ) -> Any:
         given = {name: optimizers[name] for name in names}
         options = {"quantities": [Alpha()], "schedule": every(1), "mode": "a"}
         loss_fn = nn.CrossEntropyLoss()
@@ -44,16 +46,18 @@ def test_resuming_with_optimizers_in_another_order(tmp_path: Path) -> None:
         return net, {k: torch.optim.SGD(m.parameters(), lr=0.3) for k, m in halves.items()}
 
     net, optimizers = begin()
-    train(tmp_path / "whole", ("a", "b"), {}, range(4), net, optimizers)
+    train_and_resume(tmp_path / "whole", ("a", "b"), {}, range(4), net, optimizers)
     net, optimizers = begin()
-    state = train(tmp_path / "run", ("a", "b"), {}, range(2), net, optimizers)
-    train(tmp_path / "run", ("b", "a"), state, range(2, 4), net, optimizers)
+    state = train_and_resume(tmp_path / "run", ("a", "b"), {}, range(2), net, optimizers)
+    train_and_resume(tmp_path / "run", ("b", "a"), state, range(2, 4), net, optimizers)
     whole, run = open_run(tmp_path / "whole"), open_run(tmp_path / "run")
     for name in ("alpha", "alpha_a", "alpha_b"):
         for field in ("alpha", "slope_start", "slope_end", "update_norm"):
             np.testing.assert_allclose(run[name][field], whole[name][field], rtol=1e-9, err_msg=f"{name} {field}")
     with pytest.raises(ValueError, match=r"optimizers \['a', 'b'\], this one has \['a', 'c'\]"):
-        train(tmp_path / "other", ("a", "c"), state, range(2, 3), net, {"a": optimizers["a"], "c": optimizers["b"]})
+        train_and_resume(
+            tmp_path / "other", ("a", "c"), state, range(2, 3), net, {"a": optimizers["a"], "c": optimizers["b"]}
+        )
 
 
 CE = nn.CrossEntropyLoss
@@ -80,7 +84,7 @@ class Interrupted(Exception):
     pass
 
 
-def train(
+def train_and_resume(
     rank: int, size: int, group: Any, store: str, checkpoint: str, shards: list[int], how: str, panel: str, every_n: int
 ) -> str:
     """A run of STEPS steps: "whole"; one that "dies" after DIED, or "resumes" from the checkpoint, or as a "seam"."""
@@ -133,9 +137,9 @@ def run_all(
     store = tmp_path / ("whole" if how == "whole" else "run")
     args = (str(store), str(tmp_path / f"{how == 'whole'}.pt"), shards, how, panel, every_n)
     if ranks is None:
-        train(0, 1, None, *args)
+        train_and_resume(0, 1, None, *args)
     else:
-        ranks.run(len(shards), train, *args)
+        ranks.run(len(shards), train_and_resume, *args)
 
 
 def expect_same(whole: xr.DataTree, run: xr.DataTree, tolerance: float, skip: tuple[str, ...] = ()) -> int:

@@ -21,7 +21,7 @@ from distcockpit import quantities as q
 EPOCHS = 2
 
 
-def train(
+def train_epochs(
     rank: int,
     size: int,
     group: Any,
@@ -94,8 +94,8 @@ def test_rows_are_those_of_empty_batches(ranks: Ranks, tmp_path: Path, case: str
     shards = SHARDS[case]
     size, every_n = len(shards[0]), 1 if order == "ddp first" else 2
     panel = "all" if size == 4 and every_n == 1 else "few"
-    expected = ranks.run(size, train, str(tmp_path / "plain"), shards, order, every_n, False, panel)
-    joined = ranks.run(size, train, str(tmp_path / "join"), shards, order, every_n, True, panel)
+    expected = ranks.run(size, train_epochs, str(tmp_path / "plain"), shards, order, every_n, False, panel)
+    joined = ranks.run(size, train_epochs, str(tmp_path / "join"), shards, order, every_n, True, panel)
     for epoch in range(EPOCHS):
         for name, value in expected[0][epoch].items():
             np.testing.assert_allclose(joined[0][epoch][name], value, atol=1e-6)
@@ -114,7 +114,7 @@ def test_rows_are_those_of_empty_batches(ranks: Ranks, tmp_path: Path, case: str
 
 
 def test_logs_of_the_ranks_that_are_there(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, train, str(tmp_path / "run"), SHARDS["rank 0 first"], "ddp first", 1, True, "few")
+    ranks.run(2, train_epochs, str(tmp_path / "run"), SHARDS["rank 0 first"], "ddp first", 1, True, "few")
     log = open_run(tmp_path / "run")["log"].load()
     there = [[0, 1], [1], [1], [1]] * EPOCHS
     np.testing.assert_array_equal(log["step"], range(len(there)))

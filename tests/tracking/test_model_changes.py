@@ -102,7 +102,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(8) % 3
 
 
-def train(
+def train_and_change(
     change: Callable[[Net], Any], begun: int, steps: int = 7, seed: int = 1, **options: Any
 ) -> tuple[Net, list[float]]:
     """Watched from step ``begun`` on; the norms of the gradients that the optimizer got."""
@@ -137,10 +137,10 @@ def test_rows_are_those_of_a_cockpit_that_began_there(tmp_path: Path, name: str)
     chosen = [*presets.business(), *presets.layers(), Parameters()]
     chosen = [q for q in chosen if q.name not in ("tic_diag", "hess_trace")]
     options: dict[str, Any] = {"quantities": chosen}
-    tracked, norms = train(CHANGES[name], 0, store=tmp_path / "whole", **options)
-    plain, _ = train(CHANGES[name], 0, store="", enabled=False)
+    tracked, norms = train_and_change(CHANGES[name], 0, store=tmp_path / "whole", **options)
+    plain, _ = train_and_change(CHANGES[name], 0, store="", enabled=False)
     assert all(torch.equal(a, b) for a, b in zip(tracked.parameters(), plain.parameters(), strict=True))
-    train(CHANGES[name], CHANGED_AT, store=tmp_path / "later", **options)
+    train_and_change(CHANGES[name], CHANGED_AT, store=tmp_path / "later", **options)
     assert verify(tmp_path / "whole") == []
     whole = xr.open_datatree(tmp_path / "whole", engine="zarr")  # warnings are errors in these tests
     later = open_run(tmp_path / "later")
