@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
 from distcockpit.capture.capture import Capture, undisturbed
-from distcockpit.capture.captured import CapturedMicroBatch, KnownLoss, check_uses
+from distcockpit.capture.captured import KnownLoss
 from distcockpit.capture.eager import eagerly
-from distcockpit.capture.interpretation import Interpretation
 from distcockpit.capture.layers import problem_of_batchnorm, training
-from distcockpit.capture.mixed import unmix
-from distcockpit.capture.objective import Objective
-from distcockpit.curvature.hutchinson import quadratic_forms
-from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Update
 from distcockpit.tracking.active import Active
+from distcockpit.tracking.checked import CheckedStep
 from distcockpit.tracking.finish import finish
-from distcockpit.tracking.header import BatchTotals, Header, ModelState
-from distcockpit.tracking.inputs import LocalCurvature, StepInputs
+from distcockpit.tracking.header import Header, ModelState
+from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import observed
 from distcockpit.tracking.recorder import Stamp
 from distcockpit.tracking.session import Session
@@ -143,9 +136,10 @@ class TrackedStep:
         self._eager.enter_context(eagerly())
         attribution = session.attribution
         watched = attribution.check.begin()
+        self._checked = CheckedStep(session, self._step, self._active, is_settled=self._settled)
         self._mixing = problem_of_batchnorm(setup.batchnorms, setup.track_batchnorm)
         if self._mixing and not self._settled:
-            self._do_without_gradients(self._mixing, self._active.of_gradients)
+            self._checked.do_without_gradients(self._mixing, self._active.of_gradients)
         resumes, scale = session.resumes_at(self._step), setup.loss_scale()
         self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
@@ -208,9 +202,9 @@ class TrackedStep:
             setup.world.refuse(record_of(TRACK, self._step))
             raise
         try:
-            found = self._captured(capture)
+            found = self._checked.micro_batches(capture, self._versions, self._mixing)
             captured = found.captured
-            curvatures = self._curvatures(captured)
+            curvatures = self._checked.curvatures(captured)
             sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception as error:
             setup.world.refuse(record_of(TRACK, self._step))
@@ -227,7 +221,7 @@ class TrackedStep:
             )
         except RankFailed as error:
             raise _NotTracked from error
-        self._compare(header.totals, found, capture.objective)
+        self._checked.reconcile(header.totals, found, capture.objective)
         session.agreements.agree_on_sizes(sizes)
         update, start_stamp = self._ending
         inputs = StepInputs(
@@ -251,34 +245,6 @@ class TrackedStep:
             raise
         session.finished()
 
-    def _compare(self, totals: BatchTotals, found: Interpretation, objective: Objective) -> None:
-        """Check whether all ranks differentiate the same combination of losses."""
-        captured = found.captured
-        objective.settle(is_mixed=totals.is_mixed)
-        if totals.is_sum:
-            for micro in captured:
-                micro.as_sum()
-            self._session.say_once(
-                "sum",
-                f"step {self._step}: the loss is a sum over samples that is not divided by anything: the stored values "
-                "are those of the mean, whatever the number of samples and ranks.",
-            )
-        if totals.is_mixed and not unmix(captured, found.times, totals.weight, self._setup.world):
-            for micro in captured:
-                micro.without_gradients(self._setup.tracked)
-            self._session.say_once(
-                "mixed",
-                f"step {self._step}: parts of the loss have divisors that differ between ranks or micro-batches in "
-                "different ways, such as tokens and samples, and their gradients cannot be separated: everything "
-                "derived from per-sample gradients is NaN.",
-            )
-        if totals.owns:
-            self._session.say_once(
-                "owns",
-                f"step {self._step}: ranks multiply their mean losses by different numbers, {totals.owns}; the stored "
-                "values are those of one mean over all samples, times one number.",
-            )
-
     def _header(self, batch_size: int, **numbers: float) -> Header:
         """The first exchange."""
         session = self._session
@@ -294,114 +260,3 @@ class TrackedStep:
         with session.clock.waiting():
             records = self._setup.world.header(record)
         return Header.of(session, records, ModelState.of(self._setup), self._epoch)
-
-    def _captured(self, capture: Capture) -> Interpretation:
-        setup = self._setup
-        for name, version in self._versions.items():
-            if setup.tracked[name]._version != version:
-                raise RuntimeError(
-                    f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block, because "
-                    "per-sample gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
-                    "put the `with` block inside the closure. Optimizers that step during the backward pass (hooks on "
-                    "parameters, overlap_with_ddp) are not supported."
-                )
-        found = capture.finish()
-        captured = found.captured
-        if capture.skips:
-            self._session.say_once(
-                "skipped",
-                f"step {self._step}: a forward pass had no backward pass before `track` ended; its samples are "
-                "not counted.",
-            )
-        for topic, text in found.notices.items():
-            self._session.say_once(topic, f"step {self._step}: {text}")
-        if found.coupled:
-            for micro in captured:
-                micro.without_gradients(setup.tracked)
-            self._do_without_gradients(found.coupled, self._active.with_individual_gradients)
-            return found
-        if self._mixing:
-            if self._active.wants("curvature", "trace", "eigenvalue"):
-                raise RuntimeError(self._mixing)
-            self._do_without_gradients(self._mixing, self._active.of_gradients)
-            for micro in captured:
-                micro.without_gradients(setup.tracked, has_losses=True)
-            return found
-        self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
-        required = any(q.required for q in self._active.of_gradients)
-        seen = capture.parameter_gradients.gradients
-        attributed = self._session.attribution.attribute(self._step, captured, seen, required=required)
-        if attributed.problem:
-            self._session.say_once("wrong", attributed.problem)
-        if attributed.has_news:
-            self._session.tell_coverage()
-        check_uses(attributed.captured)
-        return replace(found, captured=attributed.captured)
-
-    def _do_without(
-        self, topic: str, wanting: Sequence[Quantity], because: str, error: Exception | None = None
-    ) -> None:
-        """Go on without something that quantities need: NaN, and one notice.
-
-        Args:
-            topic: The topic of the notice.
-            wanting: The quantities that need it.
-            because: What they need and why it is missing, to follow "Quantities [...]" or their names.
-            error: What to raise; by default a `RuntimeError` with the reason.
-
-        Raises:
-            Exception: At the first tracked step, if the user listed one of the quantities.
-        """
-        required = [q.name for q in wanting if q.required]
-        if required and not self._settled:
-            raise error or RuntimeError(f"Quantities {required} need {because}")
-        names = ", ".join(q.name for q in wanting)
-        need = "It needs" if len(wanting) == 1 else "They need"
-        self._session.say_once(topic, f"step {self._step}: {names}: NaN. {need} {because}")
-
-    def _do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
-        self._do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}. Leave them out.")
-
-    def _check_losses_are_known(self, captured: Sequence[CapturedMicroBatch], *, seen: bool) -> None:
-        scales = [micro.scale for micro in captured if micro.batch_size]
-        unseen = (
-            "which sample each term of the loss belongs to cannot be seen"
-            if seen
-            else "what is differentiated cannot be seen from this thread"
-        )
-        for need, what, known in (
-            ("losses", "per-sample losses", all(scale.individual is not None for scale in scales)),
-            ("loss", "the loss", all(scale.total is not None for scale in scales)),
-        ):
-            if not known and (wanting := self._active.with_need(need)):
-                self._do_without(
-                    need,
-                    wanting,
-                    f"{what}, but {unseen}. Call cockpit.record_losses(losses) inside `track`, with one loss per "
-                    f"sample. If axis {self._setup.batch_dim} of the model's inputs is not the batch, pass "
-                    "batch_dim=... or track(step, batch_size=...).",
-                )
-
-    def _curvatures(self, captured: Sequence[CapturedMicroBatch]) -> LocalCurvature:
-        """Compute each diagonal and each estimate asked for; NaN where that fails.
-
-        Raises:
-            Exception: Whatever went wrong, at the first tracked step, if the user listed the quantity.
-        """
-        setup = self._setup
-        diagonals, traces = {}, {}
-        try:
-            for kind in self._active.each("curvature"):
-                seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
-                diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
-            for estimate in self._active.each("trace"):
-                seed = digest(estimate.seed, self._step)
-                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
-        except Exception as error:
-            wanting = [q for q in self._active if q.needs.curvature or q.needs.trace]
-            why = f"{type(error).__name__}: {error}"
-            self._do_without("curvature", wanting, f"curvature, which could not be computed: {why}", error)
-            nothing = LocalCurvature.of_nothing(self._session, self._active)
-            diagonals = {kind: {n: h + math.nan for n, h in hs.items()} for kind, hs in nothing.diagonals.items()}
-            traces = {kind: forms + math.nan for kind, forms in nothing.traces.items()}
-        return LocalCurvature(diagonals, traces)
