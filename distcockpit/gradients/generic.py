@@ -8,9 +8,8 @@ gives the same results as the whole batch.
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +22,9 @@ from torch.nn import Module
 
 from distcockpit.gradients import parts
 from distcockpit.gradients.parts import Drawn
-from distcockpit.gradients.uses import Blocks, Use, UseRule, to_front
+from distcockpit.gradients.uses import Blocks, MicroBatch, Use, UseRule, to_front
 from distcockpit.replay.checkpointing import kept_activations
 from distcockpit.replay.trees import map_tensors, tensors
-
-logger = logging.getLogger(__name__)
 
 Outputs = dict[int, Tensor]
 """By position among the tensors of an output, with the batch axis first."""
@@ -35,7 +32,7 @@ Outputs = dict[int, Tensor]
 Route = Callable[[slice], list[Tensor]]
 """Maps a range of samples to their individual gradients, parameter by parameter."""
 
-MAPPED, WHOLE = "mapped", 2
+MAPPED, UNLIKE, WHOLE = "mapped", "unlike before", 2
 
 
 @dataclass
@@ -84,11 +81,10 @@ class GenericRule(UseRule):
             routes = range(int(hooked), WHOLE)
             before, verdict.route = verdict.route, next((k for k in routes if again.works(k)), WHOLE)
             if verdict.calls > 1 and verdict.route > before:
-                logger.warning(
-                    "distcockpit: '%s' (%s) no longer treats parts of a batch the same as the whole batch; rows "
-                    "since the last check may be wrong. From now on it is run in a slower way that is exact.",
-                    use.layer.path,
-                    type(use.layer.module).__name__,
+                use.found[UNLIKE] = (
+                    f"'{use.layer.path}' ({type(use.layer.module).__name__}) no longer treats parts of a batch the "
+                    "same as the whole batch; rows since the last check may be wrong. From now on it is run in a "
+                    "slower way that is exact."
                 )
         return verdict.route
 
@@ -104,6 +100,12 @@ GENERIC = GenericRule()
 def rule_of(use: Use) -> UseRule:
     """Return the rule that serves a call: its closed form, or else running it again."""
     return use.closed or GENERIC
+
+
+def notices_of(batches: Iterable[MicroBatch]) -> Iterator[tuple[str, str]]:
+    """Yield what walks over these found worth saying: topics and texts."""
+    for use in (use for batch in batches for use in batch.uses if UNLIKE in use.found):
+        yield f"unlike {use.layer.path}", use.found[UNLIKE]
 
 
 class _Again:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
 from distcockpit.tracking.inputs import StepInputs
@@ -36,6 +37,8 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
     rows = [q for q in active if not active.needs[q.name].displacement]
     selection = (tuple(q.name for q in rows), tuple(q.name for q in inputs.starting), inputs.update is not None)
     computed = _compute(session, inputs, rows, session.agreements.layout_of(selection))
+    for topic, text in notices_of([micro.batch for micro in inputs.captured]):
+        session.say_once(topic, f"step {inputs.step}: {text}")
     session.agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
     sums, facts = computed.sums | {f"log/{k}": v for k, v in inputs.header.riding.items()}, computed.facts
     stamps = dict.fromkeys(active.needs, stamp)

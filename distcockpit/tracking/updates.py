@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
+from distcockpit.gradients.generic import notices_of
 from distcockpit.gradients.statistics import Projection
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
@@ -197,7 +198,10 @@ class Updates:
             return None, None
         parts = self._setup.facts.parts_of_updates
         if start is not None:
-            return start.project(tracked, parts, scale, self._setup.block_elements), start.stamp
+            update = start.project(tracked, parts, scale, self._setup.block_elements)
+            for topic, text in notices_of(start.batches):
+                self._notices.once(topic, f"step {step}: {text}", step)
+            return update, start.stamp
         stamp = Stamp(step - 1, None, time.time(), 0) if resumes else self._cut
         if stamp is not None and stamp.step == step - 1:
             return interrupted_update(tracked, len(parts)), stamp

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import architectures
+import cases
 import numpy as np
+import oracle
 import pytest
 import torch
 from own_quantities import Moments
+from steps import run_steps
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.gradients import parts
+from distcockpit.quantities import NormTest
 
 
 class DroppingAttention(nn.Module):
@@ -130,3 +135,46 @@ def test_which_rows_agree() -> None:
     found[2][3, 1, 1] = 2.0
     assert parts.rows_agree(found, expected, slice(0, 5), 1e-3).tolist() == [True, True, True, False, False]
     assert parts.rows_agree({0: torch.ones(3, 0)}, {0: torch.ones(3, 0)}, slice(0, 3), 1e-3).all()
+
+
+class Counting(torch.autograd.Function):
+    """Multiplies by the number of rows, where ``counts`` is true: 1 for the whole batch, less for parts of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, counts: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.factor = len(x) / 12 if counts else 1.0
+        return ctx.factor * x @ w
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        return ctx.factor * delta @ w.T, ctx.factor * x.T @ delta, None
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.counts = nn.Parameter(torch.randn(4, 3)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counting.apply(x, self.w, self.counts)
+
+
+def test_a_module_that_treats_parts_differently_from_some_step_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x, y = nn.Sequential(Counts()), torch.randn(12, 4), torch.arange(12) % 3
+    batch = oracle.batch(net, net.state_dict(), cases.LOSSES["mean"].terms, x, y)
+
+    def before(step: int) -> None:
+        net[0].counts = step >= 3
+
+    done = run_steps(
+        tmp_path / "run", net, (x, y), 9, loss_fn=nn.CrossEntropyLoss(), quantities=[NormTest()], before=before
+    )
+    rows = done.run["norm_test"]["norm_test"].values
+    right = [0, 1, 2, 4, 5, 6, 7, 8]  # at step 3 rows of parts are not those of the whole; at step 4 all is checked
+    np.testing.assert_allclose(rows[right], oracle.norm_test(batch), rtol=1e-5)
+    assert np.isnan(rows[3])
+    (notice,) = done.run.attrs["notices"]
+    assert notice["step"] == 4 and "no longer treats parts of a batch the same" in notice["text"]
