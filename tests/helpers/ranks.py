@@ -16,6 +16,9 @@ from typing import Any
 from waiting import HANG
 
 SIZE = 4
+MOST_JOBS = (
+    24  # of fewer ranks: each cockpit on some of the ranks keeps its groups, whose threads wake 100 times a second
+)
 IMPORTED = ["torch._dynamo", "torch.nn.parallel", "scipy.sparse.linalg", "numba", "xarray", "distcockpit.cockpit"]
 
 
@@ -49,10 +52,11 @@ def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """Four gloo processes; after a hang they are killed and started anew."""
+    """Four gloo processes; after a hang they are killed and started anew, and so they are after some jobs."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._jobs = 0
 
     def _start(self) -> None:
         rendezvous = os.path.join(tempfile.mkdtemp(), "rendezvous")
@@ -68,6 +72,10 @@ class Ranks:
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(rank, size, group, *args)`` on ``size`` ranks; their results, or their tracebacks."""
+        self._jobs += size < SIZE
+        if self._jobs > MOST_JOBS:
+            self.stop()
+            self._jobs = 0
         if not self._workers:
             self._start()
         job = pickle.dumps((function, size, args))
