@@ -16,9 +16,8 @@ from typing import Any
 from waiting import HANG
 
 SIZE = 4
-MOST_JOBS = (
-    24  # of fewer ranks: each cockpit on some of the ranks keeps its groups, whose threads wake 100 times a second
-)
+# Each cockpit on some of the ranks keeps its groups, whose threads wake a hundred times a second.
+MOST_JOBS = 24
 IMPORTED = ["torch._dynamo", "torch.nn.parallel", "scipy.sparse.linalg", "numba", "xarray", "distcockpit.cockpit"]
 
 
