@@ -76,3 +76,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         then=lambda step, cockpit: cockpit.log(step, train_loss=losses[step]),
     )
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left() -> Iterator[None]:
+    """What sees the calls of torch functions must be gone when a test ends: it would see, and slow down, all others."""
+    yield
+    left = torch.overrides._get_current_function_mode_stack()
+    while torch.overrides._get_current_function_mode_stack():
+        torch.overrides._pop_mode()
+    assert not left

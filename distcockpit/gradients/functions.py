@@ -325,7 +325,9 @@ def _without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> Generator[None, None, None]:
-    """Inside, calls of the model are watched.
+    """Inside, the outermost calls of the model are watched, on this thread.
+
+    A hook or the model itself may call the model once more, and another thread may do so meanwhile.
 
     Args:
         model: The bare module.
@@ -333,14 +335,26 @@ def watched(model: nn.Module, watch: Watch, batch_dim: int, batch_size: int) -> 
         batch_dim: The batch axis of its inputs.
         batch_size: Their length along this axis.
     """
+    depth = 0
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        watch.mark(batched((args, kwargs), batch_dim, batch_size))
-        watch.enter()
+        nonlocal depth
+        if watch.is_here:
+            depth += 1
+            if depth == 1:
+                watch.mark(batched((args, kwargs), batch_dim, batch_size))
+                watch.enter()
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        if watch.is_here:
+            depth -= 1
+            if depth == 0:
+                watch.leave()
 
     handles = [
         model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-        model.register_forward_hook(lambda *_: watch.leave(), always_call=True),
+        model.register_forward_hook(leave, always_call=True),
     ]
     try:
         yield
