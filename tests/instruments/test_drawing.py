@@ -82,7 +82,7 @@ def test_quantities_without_an_instrument_are_shown(run: xr.DataTree) -> None:
 
 def test_the_panel_is_laid_out_like_a_cockpit(run: xr.DataTree, tmp_path: Path) -> None:
     figure = plot_run(run, title="the run")
-    names = [part._suptitle.get_text() for part in figure.subfigs]  # type: ignore[attr-defined]
+    names = [part.get_suptitle() for part in figure.subfigs]
     assert names == ["STEP SIZE", "GRADIENTS", "CURVATURE", "RANKS", "PERFORMANCE", "MORE"]
     titles = [a.get_title() for a in figure.axes]
     assert "effective step size" in titles and "sharpness" in titles and "losses" in titles
