@@ -19,10 +19,11 @@ from zarr.abc.store import Store
 
 from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage
-from distcockpit.capture.layers import batchnorms, find_layers, problem_of_batchnorm
+from distcockpit.capture.layers import find_layers, problem_of_batchnorm
 from distcockpit.capture.wrapped import wrappers
 from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
+from distcockpit.replay.batch_norms import batchnorms
 from distcockpit.schedules import Schedule, every
 from distcockpit.sinks import Sink
 from distcockpit.store.keys import check_store, keys_of

@@ -1,4 +1,4 @@
-"""From the hooks and calls of a step to checked micro-batches: what was called, which loss, divided by what.
+"""From the hooks and calls of a step to checked micro-batches: what was called, and what serves each parameter.
 
-May import: replay, gradients.
+May import: replay, gradients, losses.
 """

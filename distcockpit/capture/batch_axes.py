@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import ForwardPass
-from distcockpit.capture.layers import training_batchnorms
-from distcockpit.capture.reductions import terms_inside
-from distcockpit.capture.rerun import replayed
 from distcockpit.gradients.functions import Functions, Watch, called_with, watched
 from distcockpit.gradients.uses import Axes, Axis, Folded, Shapes
+from distcockpit.losses.captured import ForwardPass
+from distcockpit.losses.reductions import terms_inside
+from distcockpit.losses.rerun import replayed
+from distcockpit.replay.batch_norms import training_batchnorms
 from distcockpit.replay.snapshot import Attributes
 from distcockpit.replay.trees import map_tensors, tensors
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import ForwardPass
-from distcockpit.capture.layers import training_batchnorms
+from distcockpit.losses.captured import ForwardPass
+from distcockpit.replay.batch_norms import training_batchnorms
 
 
 def batch_statistics(forward: ForwardPass, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

@@ -23,21 +23,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.capture.backward_passes import BackwardPasses
 from distcockpit.capture.batch_axes import BatchAxes, given_shapes, shapes_of
-from distcockpit.capture.captured import ForwardPass, KnownLoss, LossCall, RecordedMicroBatch, received
 from distcockpit.capture.hooks import Hook
-from distcockpit.capture.interpretation import Interpretation, interpret
-from distcockpit.capture.loop import LoopWatch, differentiated
-from distcockpit.capture.loss_calls import LossCalls
-from distcockpit.capture.mixed import OutputsOfCalls
-from distcockpit.capture.objective import Objective
 from distcockpit.capture.output_hooks import Copies, adder, collector, owned_memory
 from distcockpit.capture.own_copies import OwnCopies
 from distcockpit.capture.parameter_gradients import ParameterGradients
-from distcockpit.capture.reductions import arguments_of_loss, terms_inside
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
+from distcockpit.losses.captured import ForwardPass, KnownLoss, LossCall, RecordedMicroBatch, received
+from distcockpit.losses.interpretation import Interpretation, interpret
+from distcockpit.losses.loop import LoopWatch, differentiated
+from distcockpit.losses.loss_calls import LossCalls
+from distcockpit.losses.mixed import OutputsOfCalls
+from distcockpit.losses.objective import Objective
+from distcockpit.losses.reductions import arguments_of_loss, terms_inside
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
@@ -649,7 +649,7 @@ class Capture:
         return [use for micro in self.micros for forward in micro.passes for use in received(forward)]
 
     def finish(self) -> Interpretation:
-        """Return the micro-batches of the step; see :func:`distcockpit.capture.interpretation.interpret`.
+        """Return the micro-batches of the step; see :func:`distcockpit.losses.interpretation.interpret`.
 
         Raises:
             RuntimeError: If it is unclear which pass the layer calls of a backward pass belong to.

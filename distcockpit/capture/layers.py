@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from distcockpit.capture.wrapped import has_children
 from distcockpit.gradients.uses import Layer
+from distcockpit.replay.batch_norms import Modules, training
 
 # The modules of torch.nn.modules.activation, except attention, which has parameters and a structure of its own.
 ACTIVATIONS = tuple(
@@ -137,26 +138,6 @@ def _check_patterns(model: nn.Module, **options: Sequence[str] | None) -> None:
 def _selected(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
     wanted = include is None or any(fnmatchcase(path, pattern) for pattern in include)
     return wanted and not any(fnmatchcase(path, pattern) for pattern in exclude or ())
-
-
-Modules = Sequence[tuple[str, nn.Module]]
-"""Modules with their names."""
-
-
-def batchnorms(model: nn.Module) -> Modules:
-    """Return the batch norms of a model."""
-    norm = nn.modules.batchnorm._BatchNorm
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, norm)]
-
-
-def training(norms: Modules) -> Modules:
-    """Return those batch norms that normalise with batch statistics."""
-    return [(path, module) for path, module in norms if module.training or module.running_mean is None]
-
-
-def training_batchnorms(model: nn.Module) -> Modules:
-    """Return the batch norms of a model that normalise with batch statistics."""
-    return training(batchnorms(model))
 
 
 def problem_of_batchnorm(norms: Modules, track_batchnorm: bool) -> str:

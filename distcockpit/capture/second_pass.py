@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.batch_norm import batch_statistics
 from distcockpit.capture.capture import Capture
-from distcockpit.capture.captured import CapturedMicroBatch, ForwardPass, KnownLoss
-from distcockpit.capture.rerun import replayed
 from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
+from distcockpit.losses.captured import CapturedMicroBatch, ForwardPass, KnownLoss
+from distcockpit.losses.rerun import replayed
 from distcockpit.replay.trees import map_tensors, tensors
 
 

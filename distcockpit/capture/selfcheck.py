@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
+from distcockpit.losses.captured import CapturedMicroBatch
 
 # Relative errors that rounding may cause, by dtype; dtypes of lower precision get LOW_PRECISION.
 GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}

@@ -1,4 +1,4 @@
 """Diagonals, traces and eigenvalues of the pooled curvature.
 
-May import: replay, capture.
+May import: replay, losses, capture.
 """

@@ -21,12 +21,12 @@ from backpack.custom_module.graph_utils import convert_module_to_backpack
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from distcockpit.capture.captured import CapturedMicroBatch
-from distcockpit.capture.rerun import replayed_loss
 from distcockpit.capture.wrapped import has_children
 from distcockpit.curvature.chain import Chain, NoChainError
 from distcockpit.curvature.hutchinson import gauss_newton_product
 from distcockpit.curvature.lanczos import twice_differentiable_loss
+from distcockpit.losses.captured import CapturedMicroBatch
+from distcockpit.losses.rerun import replayed_loss
 from distcockpit.replay.rng import set_seed
 
 KINDS = ("diag_h", "diag_ggn_exact", "diag_ggn_mc")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.curvature.lanczos import check_twice_differentiable, twice_differentiable_loss
+from distcockpit.losses.captured import CapturedMicroBatch
 
 MATRICES = {"hutchinson": "Hessian", "hutchinson_ggn": "generalised Gauss-Newton matrix"}
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distcockpit.capture.batch_norm import batch_statistics
-from distcockpit.capture.captured import CapturedMicroBatch
-from distcockpit.capture.rerun import replayed_loss
+from distcockpit.losses.captured import CapturedMicroBatch
+from distcockpit.losses.rerun import replayed_loss
 from distcockpit.world import World
 
 WHICH = ("LM", "LA")

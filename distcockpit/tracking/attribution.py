@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from distcockpit.capture.batch_axes import BatchAxes
-from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage, coverage
 from distcockpit.capture.second_pass import mixed_up_rows, second_pass
 from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine, norm_of
+from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.tracking.setup import Setup
 
 

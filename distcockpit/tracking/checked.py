@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distcockpit.capture.capture import Capture
-from distcockpit.capture.captured import CapturedMicroBatch, check_uses
-from distcockpit.capture.interpretation import Interpretation
-from distcockpit.capture.mixed import unmix
-from distcockpit.capture.objective import Objective
 from distcockpit.curvature.hutchinson import quadratic_forms
+from distcockpit.losses.captured import CapturedMicroBatch, check_uses
+from distcockpit.losses.interpretation import Interpretation
+from distcockpit.losses.mixed import unmix
+from distcockpit.losses.objective import Objective
 from distcockpit.quantities.base import Quantity
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.header import BatchTotals

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distcockpit.capture.interpretation import alike
+from distcockpit.losses.interpretation import alike
 from distcockpit.tracking.packed import pack
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.setup import Setup

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.capture.parameter_gradients import ParameterGradients
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.curvature.hutchinson import TraceEstimate, quadratic_forms
+from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.quantities.batch import Times, Update
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.header import Header

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit.capture.captured import CapturedMicroBatch
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
+from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch
 from distcockpit.tracking.buckets import BucketWalk
 from distcockpit.tracking.exchanges import Exchanges

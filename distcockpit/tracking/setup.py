@@ -9,12 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.layers import ACTIVATIONS, Modules, batchnorms, find_layers, is_unit, training
+from distcockpit.capture.layers import ACTIVATIONS, find_layers, is_unit
 from distcockpit.capture.wrapped import has_children
 from distcockpit.gradients.uses import Layer, label
 from distcockpit.gradients.walk import BLOCK_ELEMENTS
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
+from distcockpit.replay.batch_norms import Modules, batchnorms, training
 from distcockpit.world import World
 
 

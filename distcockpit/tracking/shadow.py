@@ -19,8 +19,8 @@ import torch
 from torch.distributed.algorithms import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit.capture.mixed import unmix
 from distcockpit.capture.parameter_gradients import ParameterGradients
+from distcockpit.losses.mixed import unmix
 from distcockpit.tracking.finish import finish
 from distcockpit.tracking.header import Header
 from distcockpit.tracking.inputs import LocalCurvature, StepInputs

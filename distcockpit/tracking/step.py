@@ -10,10 +10,11 @@ from typing import Self
 from torch import Tensor
 
 from distcockpit.capture.capture import Capture, undisturbed
-from distcockpit.capture.captured import KnownLoss
 from distcockpit.capture.eager import eagerly
-from distcockpit.capture.layers import problem_of_batchnorm, training
+from distcockpit.capture.layers import problem_of_batchnorm
+from distcockpit.losses.captured import KnownLoss
 from distcockpit.quantities.batch import Update
+from distcockpit.replay.batch_norms import training
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.checked import CheckedStep
 from distcockpit.tracking.finish import finish

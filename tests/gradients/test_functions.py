@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.capture.coverage import CALLS, CLOSED
-from distcockpit.capture.loop import LoopWatch
+from distcockpit.losses.loop import LoopWatch
 from distcockpit.quantities import Alpha, GradNorm, MeanGSNR, NormTest
 
 Forward = Callable[[Any, Tensor], Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import KnownLoss, LossCall, RecordedMicroBatch, Said
+from distcockpit.losses.captured import KnownLoss, LossCall, RecordedMicroBatch, Said
 from distcockpit.replay.trees import map_tensors
 
 SAID_TWICE = (

@@ -91,7 +91,7 @@ def test_a_loss_as_people_write_it(ranks: Ranks, tmp_path: Path, name: str, sett
         else ranks.run(size, train_objective, name, store, setting)[0]
     )
     batches = [expected(objective, state, step) for step, state in enumerate(states[:3])]
-    run = open_run(store)
+    run = open_run(store).load()
     for step, batch in enumerate(batches):
         at = {quantity: run[quantity].sel(step=step) for quantity in ("loss", "grad_norm", "norm_test", "mean_gsnr")}
         np.testing.assert_allclose(at["loss"]["loss"], batch.losses.mean(), rtol=2e-5, atol=1e-7)

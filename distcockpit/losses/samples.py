@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distcockpit.capture.captured import ForwardPass
-from distcockpit.capture.rerun import without_hooks
 from distcockpit.gradients.uses import Axis, Folded, from_front, to_front
+from distcockpit.losses.captured import ForwardPass
+from distcockpit.losses.rerun import without_hooks
 from distcockpit.replay.trees import tensors
 
 SEPARATE = 1e-5  # relative to the largest gradient: what rounding may leave at the outputs of other samples

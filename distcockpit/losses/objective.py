@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from distcockpit.capture.captured import ForwardPass
-from distcockpit.capture.reductions import LOSSES, Reduction, adds_up, number_of, reduction_of
-from distcockpit.capture.rerun import without_hooks
-from distcockpit.capture.samples import CoupledError, Owners, fits, owners_of
 from distcockpit.gradients.uses import Axis
+from distcockpit.losses.captured import ForwardPass
+from distcockpit.losses.reductions import LOSSES, Reduction, adds_up, number_of, reduction_of
+from distcockpit.losses.rerun import without_hooks
+from distcockpit.losses.samples import CoupledError, Owners, fits, owners_of
 from distcockpit.replay.trees import tensors
 from distcockpit.world import Pending
 

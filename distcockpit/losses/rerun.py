@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.captured import CapturedMicroBatch, ForwardPass, scalar_output
-from distcockpit.capture.layers import training_batchnorms
+from distcockpit.losses.captured import CapturedMicroBatch, ForwardPass, scalar_output
+from distcockpit.replay.batch_norms import training_batchnorms
 from distcockpit.replay.checkpointing import without_reentrance
 from distcockpit.replay.trees import map_tensors, tensors
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.capture.reductions import LOSSES
+from distcockpit.losses.reductions import LOSSES
 from distcockpit.quantities import GradNorm, Loss, NormTest
 from distcockpit.quantities.batch import Needs
 

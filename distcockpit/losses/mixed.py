@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from distcockpit.capture.captured import CapturedMicroBatch
-from distcockpit.capture.interpretation import Terms
-from distcockpit.capture.objective import Root
 from distcockpit.gradients.uses import Use
+from distcockpit.losses.captured import CapturedMicroBatch
+from distcockpit.losses.interpretation import Terms
+from distcockpit.losses.objective import Root
 from distcockpit.world import World
 
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distcockpit.capture.captured import (
+from distcockpit.gradients.known import of_samples
+from distcockpit.gradients.uses import Use
+from distcockpit.losses.captured import (
     Beside,
     CapturedMicroBatch,
     ForwardPass,
@@ -28,9 +30,7 @@ from distcockpit.capture.captured import (
     observed_in,
     received,
 )
-from distcockpit.capture.objective import LossPart, Objective
-from distcockpit.gradients.known import of_samples
-from distcockpit.gradients.uses import Use
+from distcockpit.losses.objective import LossPart, Objective
 from distcockpit.world import Pending
 
 NO_BACKWARD = (

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn._reduction import legacy_get_string
 
-from distcockpit.capture.captured import ForwardPass
 from distcockpit.gradients.uses import Axis
+from distcockpit.losses.captured import ForwardPass
 from distcockpit.replay.trees import map_tensors, tensors
 from distcockpit.world import Pending
 
