@@ -1,10 +1,12 @@
 """How much memory a tracked step takes at its peak, above a plain step; and Cockpit's.
 
     python -m benchmarks.memory                        # the MLP; --model 3c3d
+    python -m benchmarks.memory --model gpt            # a GPT of 10.9 million parameters, 8 x 128 tokens
+    python -m benchmarks.memory --model gpt2           # GPT-2 small, 124 million parameters, 2 x 128 tokens
 
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
-the peak over further steps (Linux resets and reports that peak), so that libraries do not count; the median of several
-runs, less that of the plain loop.
+the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
+runs, less that of the plain loop. Of the first step, and of those after it.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.setups import COCKPITS, VARIANTS, CockpitLoop, Loop, has_cockpit, make, write
+from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, has_cockpit, make, write
 
-NAMES = ("GradHist2d", "economy", "business")
-STEPS = 12
+NAMES = {"mlp": ("GradHist2d", "economy", "business"), "3c3d": ("GradHist2d", "economy", "business")}
+NAMES |= {kind: ("GradNorm", "NormTest", "Alpha", "economy without updates", "economy") for kind in LARGE}
+STEPS = {"mlp": 11, "3c3d": 11, "gpt": 8, "gpt2": 5}
 
 
 def memory(field: str) -> int:
@@ -37,8 +40,8 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def growth(kind: str, name: str) -> int:
-    """Peak resident memory of some steps above what there was before the first, in bytes."""
+def growth(kind: str, name: str) -> list[int]:
+    """Peak resident memory above what there was before the first step, in bytes: of the first step, and of others."""
     warnings.simplefilter("ignore")
     store = None if name not in VARIANTS else Path(tempfile.mkdtemp())
     warm = Loop(*make("mlp"), store and store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
@@ -50,38 +53,43 @@ def growth(kind: str, name: str) -> int:
         loop: Loop = CockpitLoop(model, x, name.removeprefix("Cockpit: "))
     else:
         loop = Loop(model, x, store and store / "run", VARIANTS.get(name, []))
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    loop.advance(STEPS)
-    return memory("VmHWM") - before
+    before, peaks = memory("VmRSS"), []
+    for steps in (1, STEPS[kind]):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        loop.advance(steps)
+        peaks.append(memory("VmHWM") - before)
+    return peaks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["mlp", "3c3d"], default="mlp")
+    parser.add_argument("--model", choices=list(NAMES), default="mlp")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(growth(args.model, args.one)))
         return
-    names = ["plain", *NAMES]
-    if has_cockpit():
-        names += [f"Cockpit: {name}" for name in NAMES if name in COCKPITS]
-    peaks: dict[str, list[int]] = {name: [] for name in names}
+    names = ["plain", *(args.only or NAMES[args.model])]
+    if has_cockpit() and args.model not in LARGE:
+        names += [f"Cockpit: {name}" for name in names if name in COCKPITS]
+    peaks: dict[str, list[list[int]]] = {name: [] for name in names}
     for name in track([name for _ in range(args.runs) for name in names], description=args.model):
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--one", name]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[name].append(json.loads(output.splitlines()[-1]))
-    plain = np.median(peaks["plain"])
-    table = Table(title=f"{args.model}: peak memory, plain grows by {plain / 2**20:.0f} MiB")
-    for column in ("", "MiB above plain", "smallest to largest"):
-        table.add_column(column, justify="left" if not column else "right")
+    plain = np.median(peaks["plain"], 0)
+    grown = " and ".join(f"{size / 2**20:.0f}" for size in plain)
+    table = Table(title=f"{args.model}: peak memory; the plain step grows by {grown} MiB (first step, later steps)")
+    for column in ("MiB above plain", "first step", "smallest to largest", "later steps", "smallest to largest"):
+        table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
         above = (np.array(values) - plain) / 2**20
-        table.add_row(name, f"{np.median(above):.1f}", f"{above.min():.1f} to {above.max():.1f}")
-    Console(width=100).print(table)
+        cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T]
+        table.add_row(name, *cells[0], *cells[1])
+    Console(width=110).print(table)
     if args.json:
         write(args.json, "memory", {"model": args.model, "bytes": peaks})
 

@@ -3,7 +3,8 @@
     python -m benchmarks.overhead                      # the MLP 784-128-64-10, batch of 128
     python -m benchmarks.overhead --model 3c3d         # three convolutions and three linear layers, batch of 32
     python -m benchmarks.overhead --model gpt          # a GPT of 10.9 million parameters, 8 x 128 tokens
-    python -m benchmarks.overhead --model gpt2         # GPT-2 of examples/gpt2.py, batch of 8
+    python -m benchmarks.overhead --model gpt2         # GPT-2 small, 124 million parameters, 2 x 128 tokens
+    python -m benchmarks.overhead --model gpt2-tiny    # GPT-2 of examples/gpt2.py, batch of 8
     python -m benchmarks.overhead --model vit          # a small vision transformer, batch of 64
 
 One process. All loops are interleaved in rounds, so that a drift of the machine hits all alike; the table shows medians
@@ -53,7 +54,7 @@ def loops(kind: str, folder: Path, names: list[str]) -> dict[str, Loop]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt", "gpt2", "vit"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "3c3d", "gpt", "gpt2", "gpt2-tiny", "vit"], default="mlp")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each loop in a round, at least one step")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")

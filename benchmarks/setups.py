@@ -37,6 +37,9 @@ VARIANTS: dict[str, list[q.Quantity]] = {
     "full": presets.full(),
     "layers": presets.layers(),
 }
+OF_UPDATES = (q.Alpha, q.Distance, q.UpdateSize)
+VARIANTS["economy without updates"] = [each for each in presets.economy() if not isinstance(each, OF_UPDATES)]
+LARGE = ("gpt", "gpt2")  # models
 CHAINS_ONLY = ("HessTrace diag_h", "TICDiag", "business", "full")  # quantities that need BackPACK's diagonals
 COCKPITS = (
     *("Alpha", "MeanGSNR", "NormTest", "InnerTest", "OrthoTest", "GradHist1d", "GradHist2d"),
@@ -57,6 +60,20 @@ class Gpt2(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scores from the last position."""
         return self.head(self.body(x).last_hidden_state[:, -1])
+
+
+class Gpt2Small(nn.Module):
+    """GPT-2 small, 124 million parameters with a head tied to the tokens, as transformers sets it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - slow to import
+
+        self.net = GPT2LMHeadModel(GPT2Config(use_cache=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores ``[batch, length, vocabulary]`` of the next token."""
+        return self.net(x).logits
 
 
 class Gpt(nn.Module):
@@ -119,6 +136,8 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
     if kind == "gpt":
         return Gpt(), torch.randint(512, (8, 128))
     if kind == "gpt2":
+        return Gpt2Small(), torch.randint(50257, (2, 128))
+    if kind == "gpt2-tiny":
         return Gpt2(), torch.randint(67, (8, 48))
     if kind == "vit":
         return VisionTransformer(), torch.rand(64, 16, 48)
@@ -152,7 +171,7 @@ class Loop:
         **options: Any,
     ) -> None:
         self.model, self.x, self.step = model, x, 0
-        shape = x.shape if isinstance(model, Gpt) else x.shape[:1]  # a class for each token, or each sample
+        shape = x.shape if isinstance(model, Gpt | Gpt2Small) else x.shape[:1]  # a class for each token, or each sample
         self.y = torch.randint(10, shape, generator=torch.Generator().manual_seed(0))
         self.loss_fn = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
