@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 HEADER = (
-    *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix"),
+    *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix", "rounds"),
     *("model", "layout", "failed", "riding", "joined"),
 )
 """The fields of a header record, in float64."""
@@ -291,10 +291,21 @@ class World:
 
     def all_reduce(self, buffer: Tensor) -> Tensor:
         """All-reduce a buffer (sum), in place, for immediate use on the device."""
-        if self._sums is not None:
+        return self.start_all_reduce(buffer)()
+
+    def start_all_reduce(self, buffer: Tensor) -> Callable[[], Tensor]:
+        """Begin to all-reduce a buffer (sum), in place; what is returned waits for it, and returns it for use."""
+        if self._sums is None:
+            return lambda: buffer
+        with self._explained("all-reduce vectors"):
+            work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
+
+        def wait() -> Tensor:
             with self._explained("all-reduce vectors"):
-                dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True).wait()
-        return buffer
+                work.wait()
+            return buffer
+
+        return wait
 
     def broadcast(self, buffer: Tensor, rank: int = 0) -> Tensor:
         """Broadcast a buffer from one rank to all, in place."""

@@ -24,9 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distcockpit.capture.backward_passes import BackwardPasses
 from distcockpit.capture.batch_axes import BatchAxes, given_shapes, shapes_of
 from distcockpit.capture.hooks import Hook
-from distcockpit.capture.output_hooks import Copies, adder, collector, owned_memory
+from distcockpit.capture.output_hooks import Kept, adder, collector, owned_memory
 from distcockpit.capture.own_copies import OwnCopies
-from distcockpit.capture.parameter_gradients import ParameterGradients
+from distcockpit.capture.parameter_gradients import ParameterGradients, first_hook
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
 from distcockpit.gradients.recording import Recording
@@ -91,8 +91,7 @@ class Capture:
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The batch size given by the user, overriding the batch axis of the first tensor.
-        watch: Parameters whose gradients from autograd ``parameter_gradients`` should hold.
-        keep_left: Whether ``parameter_gradients`` should also hold what was in ``.grad`` before.
+        parameter_gradients: What watches the gradients that autograd gives the parameters.
         wrappers: Modules around the model.
         settled: Whether an earlier step was fine, so that passes without a backward are taken as intended.
         goes_on: Whether a fault only costs this step, and does not end the run.
@@ -111,8 +110,7 @@ class Capture:
         output_gradients: bool = True,
         observers: Mapping[str, Observer] | None = None,
         batch_size: int | None = None,
-        watch: Mapping[str, Tensor] | None = None,
-        keep_left: bool = False,
+        parameter_gradients: ParameterGradients | None = None,
         copies: bool = True,
         settled: bool = False,
         goes_on: bool = False,
@@ -122,7 +120,7 @@ class Capture:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
         self._batch_size = batch_size
-        self.parameter_gradients = ParameterGradients(watch or {}, keep_left)
+        self.parameter_gradients = parameter_gradients or ParameterGradients({})
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
         self.fault: Exception | None = None  # what went wrong, if that does not end the run
         self._overlap = False  # whether a pass began before an earlier one had its backward
@@ -141,7 +139,7 @@ class Capture:
         self._is_loops, self._steps_away = tracked is not None, 0
         self._outputs = OutputsOfCalls()
         self._loop = LoopWatch(self._see_in_loop, self._differentiates)
-        self._gradients = Copies()
+        self._kept = Kept()
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
@@ -184,6 +182,8 @@ class Capture:
         if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
         self._handles += self.parameter_gradients.watch()
+        if self._is_loops:
+            self._handles += [first_hook(p, self._kept_apart) for p in self._model.parameters() if p.requires_grad]
         if self._is_loops:
             for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
                 keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
@@ -481,6 +481,10 @@ class Capture:
 
         self._handles.append(node.register_prehook(functools.partial(hook, self)))
 
+    @_harmless
+    def _kept_apart(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self._kept.apart(gradient)
+
     def _step_away(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             self._steps_away += 1
@@ -596,7 +600,7 @@ class Capture:
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                self._on_gradient(source, collector(add(position), view, self._gradients), use)
+                self._on_gradient(source, collector(add(position), view, self._kept), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -656,6 +660,7 @@ class Capture:
         """
         if self.fault is not None:
             raise self.fault
+        self._kept.check()
         late = [use for use in self.uses() if use.is_late and use.output_gradients]
         if self._overlap and late:
             raise RuntimeError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients.uses import Axis, to_front
+from distcockpit.replay.trees import memory_of
 
 View = tuple[torch.Size, tuple[int, ...], Any]
 
@@ -38,32 +39,52 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Copies:
-    """Copies gradients, once for consecutive receivers of the same one: a function, and the module that called it.
+class Kept:
+    """The gradients at outputs that are kept until the step ends, as autograd made them: nothing is copied.
 
-    A parameter's gradient may be a view of the original, which DDP and clipping write to.
+    The gradient of a parameter may be the same tensor or a view of it, which DDP and clipping write to: `apart` gives
+    the parameter a copy. What else writes to a kept gradient is found out.
     """
 
     def __init__(self) -> None:
-        self._of: Tensor | None = None
-        self._copy = torch.empty(0)
+        self._memory: set[int] = set()
+        self._versions: list[tuple[Tensor, int]] = []
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The copy, at least float32."""
-        if self._of is not gradient:
-            half = gradient.dtype in (torch.float16, torch.bfloat16)
-            copy = gradient.detach().float() if half else gradient.detach().clone()
-            self._of, self._copy = gradient, copy
-        return self._copy
+        """Keep it, in at least float32."""
+        gradient = gradient.detach()
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            return gradient.float()
+        self._memory.add(memory_of(gradient))
+        self._versions.append((gradient, gradient._version))
+        return gradient
+
+    def apart(self, gradient: Tensor) -> Tensor | None:
+        """Return a copy of a parameter's gradient if it shares memory with a kept one; for a hook on the parameter."""
+        memory = memory_of(gradient._values() if gradient.layout == torch.sparse_coo else gradient)
+        return gradient.clone() if memory in self._memory else None
+
+    def check(self) -> None:
+        """Check that nothing wrote to them.
+
+        Raises:
+            RuntimeError: If something did.
+        """
+        if any(gradient._version != version for gradient, version in self._versions):
+            raise RuntimeError(
+                "The gradient at the output of a layer was overwritten before `track` ended, such as through the "
+                ".grad of a tensor that requires gradients. Overwrite it after the `with` block."
+            )
+        self._versions.clear()
 
 
 def collector(
-    add: Callable[[Tensor], None], view: View | None, copy: Callable[[Tensor], Tensor] = Tensor.detach
+    add: Callable[[Tensor], None], view: View | None, keep: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Callable[[Tensor], None]:
-    """Return a receiver that passes on gradients in the shape and strides of the output, as copied by ``copy``."""
+    """Return a receiver that passes on gradients in the shape and strides of the output, as kept by ``keep``."""
 
     def receive(gradient: Tensor) -> None:
-        gradient = copy(gradient)
+        gradient = keep(gradient)
         if view is not None:
             gradient = gradient.contiguous().as_strided(*view)
         add(gradient)

@@ -5,63 +5,98 @@ It is captured by hooks on the parameters, before DDP averages it over ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from distcockpit.capture.signature import signature
+from distcockpit.gradients.factors import rows_of
 
 ROUNDING = 1e-15
 """Relative error of a quotient of float64 numbers."""
 
 
 class ParameterGradients:
-    """The gradients that reach some parameters in a step, accumulated over backward calls.
+    """The gradients that reach some parameters in a step, added up over backward calls.
 
     Args:
-        parameters: By name, in the order of ``flat``.
+        parameters: The parameters, by name.
+        checked: Those whose signatures are wanted.
+        summed: Those whose sums are wanted.
+        in_grad: Whether ``.grad`` may serve as the sum, which needs no copy: nobody averages it.
         keep_left: Whether to keep what is in ``.grad`` before.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], keep_left: bool = False) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        checked: Collection[str] = (),
+        summed: Collection[str] = (),
+        in_grad: bool = False,
+        keep_left: bool = False,
+    ) -> None:
+        self._parameters, self._checked, self._summed, self._in_grad = parameters, checked, summed, in_grad
         self.paused = False
         self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first gradient arrived
         if keep_left:
             self.left = {name: _copied(p.grad) for name, p in parameters.items()}
             self._held = {name: p.grad for name, p in parameters.items()}
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
-        self.gradients: dict[str, Tensor] = {}  # of the parameters that any gradient has reached, at least float32
+        self.signatures: dict[str, Tensor] = {}  # of the parameters that any gradient has reached
+        self._arrived: set[str] = set()
+        self._sums: dict[str, Tensor] = {}  # at least float32
+        self._grads: dict[str, tuple[Tensor, int] | None] = {}  # where .grad is the sum: it, and its version
+        self._lost: set[str] = set()  # of those, the ones that something else wrote to
 
-    def times(self, factor: float | Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the gradients of these parameters times a factor, by name; zero if none arrived.
+    def times(self, factor: float | Tensor, name: str, rows: slice) -> Tensor | None:
+        """Return the gradient of some rows of a parameter times a factor; zero if none arrived, ``None`` if not known.
 
         A factor of zero gives exact zeros, even for elements that are not finite.
         """
         known = None if isinstance(factor, Tensor) else float(factor)
+        if known == 0 or name in self._summed and name not in self._arrived:
+            return torch.zeros_like(rows_of(self._parameters[name].detach(), rows))
+        whole = self._sums.get(name) if name not in self._grads else self._untouched(name)
+        if whole is None:
+            return None
+        gradient = rows_of(whole.detach(), rows)
+        is_one = known is not None and abs(known - 1) < ROUNDING
+        return gradient if is_one else gradient * factor
 
-        def scaled(name: str, parameter: Tensor) -> Tensor:
-            if name not in self.gradients or known == 0:
-                return torch.zeros_like(parameter)
-            gradient = self.gradients[name]
-            is_one = known is not None and abs(known - 1) < ROUNDING
-            return gradient if is_one else gradient * factor  # allocating memory costs more than the product
+    def _untouched(self, name: str) -> Tensor | None:
+        """Return ``.grad``; ``None`` if anything else was written to it, or if it was exchanged."""
+        kept = self._grads[name]
+        if (
+            name in self._lost
+            or kept is None
+            or self._parameters[name].grad is not kept[0]
+            or kept[0]._version != kept[1]
+        ):
+            return None
+        return kept[0]
 
-        return {name: scaled(name, self._parameters[name]) for name in names}
+    def release(self, name: str) -> None:
+        """Release the sum of a parameter, which is not needed any more."""
+        self._sums.pop(name, None)
+        self._grads.pop(name, None)
 
-    def added(self, name: str) -> Tensor:
-        """Return what the step added to ``.grad``, float64, in the shape of the parameter.
+    def added(self, name: str, rows: slice) -> Tensor:
+        """Return what the step added to some rows of ``.grad``, float64.
 
         If no gradient arrived, ``.grad`` may have been zeroed, or another rank's gradient added; NaN if it may be
         either.
         """
-        p, before = self._parameters[name], self.left[name]
-        if p.grad is None:
-            return torch.zeros_like(p, dtype=torch.float64)
-        now = p.grad.detach().to_dense().double()
+        p, before = self._parameters[name], self.left.get(name)
+        if p.grad is None or not self.left:
+            return torch.zeros_like(rows_of(p, rows), dtype=torch.float64)
+        now = rows_of(p.grad.detach().to_dense(), rows).double()
         if before is None:
             return now
-        if name in self.gradients:
+        before = rows_of(before, rows)
+        if name in self._arrived:
             return now - before.double()
         if p.grad is not self._held[name]:
             return now
@@ -89,26 +124,67 @@ class ParameterGradients:
         """
         handles = []
         for name, parameter in self._parameters.items():
-            handles.append(parameter.register_hook(self._add(name)))
-            others: Any = parameter._backward_hooks  # ordered
-            if len(others) > 1:
-                for key in [key for key in others if key != handles[-1].id]:
-                    others[key] = others.pop(key)
+            own: Any = parameter
+            others = own._backward_hooks or own._post_accumulate_grad_hooks
+            is_exact = parameter.dtype in (torch.float32, torch.float64)
+            in_grad = self._in_grad and name in self._summed and is_exact and not others
+            if in_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(_unsaved(self._accumulated(name))))
+            handles.append(first_hook(parameter, self._add(name, in_grad)))
         return handles
 
-    def _add(self, name: str) -> Callable[[Tensor], None]:
+    def _add(self, name: str, in_grad: bool) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
             if gradient is None or self.paused:
                 return
+            parameter, is_first = self._parameters[name], name not in self._arrived
+            self._arrived.add(name)
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            kind, before = torch.promote_types(dense.dtype, torch.float32), self.gradients.get(name)
-            if before is None and self.left:
-                self.left[name] = _copied(self._parameters[name].grad)
+            if is_first and self.left:
+                self.left[name] = _copied(parameter.grad)
+            if name in self._checked:
+                sums = signature(dense)
+                self.signatures[name] = self.signatures[name] + sums if name in self.signatures else sums
+            if name not in self._summed:
+                return
+            if is_first and in_grad and parameter.grad is None and not gradient.is_sparse:
+                self._grads[name] = None  # until it is accumulated
+                return
+            if name in self._grads:
+                if self._untouched(name) is None:
+                    self._lost.add(name)
+                return
+            kind, before = torch.promote_types(dense.dtype, torch.float32), self._sums.get(name)
             # A copy, because DDP averages the gradient in place.
-            self.gradients[name] = dense.to(kind, copy=True) if before is None else before + dense
+            self._sums[name] = dense.to(kind, copy=True) if before is None else before + dense
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn of it
         return hook
+
+    def _accumulated(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if name in self._grads and not self.paused and parameter.grad is not None:
+                self._grads[name] = parameter.grad, parameter.grad._version
+
+        return hook
+
+
+def first_hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Register a hook on a parameter that runs before all others, and return its handle."""
+    handle = parameter.register_hook(_unsaved(hook))
+    others: Any = parameter._backward_hooks  # ordered
+    for key in [key for key in others if key != handle.id]:
+        others[key] = others.pop(key)
+    return handle
+
+
+def _unsaved(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Return the hook, marked so that torch.save need not warn of it."""
+
+    def unsaved(tensor: Tensor) -> Any:
+        return hook(tensor)
+
+    unsaved.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    return unsaved
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:

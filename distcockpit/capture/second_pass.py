@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.batch_norm import batch_statistics
 from distcockpit.capture.capture import Capture
+from distcockpit.capture.signature import signature
 from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
 from distcockpit.losses.captured import CapturedMicroBatch, ForwardPass, KnownLoss
@@ -98,8 +99,10 @@ def _mixed_up(
         total = torch.autograd.grad(
             [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
         )
-        leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
         uses = [use for micro in again.micros for one in micro.passes for use in one.uses]
+        served = [[model.get_parameter(name) for name in use.layer.parameters.values()] for use in uses]
+        # Gradients reach every use on their way to the smallest of its parameters.
+        leaves = [*inputs, *{id(p): p for some in served if some for p in [min(some, key=Tensor.numel)]}.values()]
         for loud in _parts(n):
             for use in uses:
                 use.output_gradients.clear()
@@ -186,7 +189,7 @@ def second_pass(
         constant_statistics: Whether batch norms in training mode treat batch statistics as constants.
 
     Returns:
-        The micro-batch with the uses of the second pass, and the gradients that the pass gave the parameters.
+        The micro-batch with the uses of the second pass, and the signatures of what the pass gave the parameters.
     """
     uses: list[Use] = []
     seen: dict[str, Tensor] = {}
@@ -203,6 +206,6 @@ def second_pass(
             uses += again.uses()
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                dense = gradient.to_dense().double()
-                seen[name] = seen[name] + dense if name in seen else dense
+                sums = signature(gradient.to_dense())
+                seen[name] = seen[name] + sums if name in seen else sums
     return replace(captured, uses=uses), seen

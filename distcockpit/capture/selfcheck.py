@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from distcockpit.capture.signature import COUNT, norm_of, signature
+from distcockpit.gradients.factors import WHOLE, rows_of
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
@@ -27,11 +29,6 @@ NOISE = 1e-6  # relative to the norm of the whole gradient: what may remain of a
 LOW_PRECISION_NOISE = 3e3  # factor for models of low or mixed precision
 
 
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the joint norm of all gradients."""
-    return float(sum(float(g.square().sum()) for g in gradients.values())) ** 0.5
-
-
 def check_outputs_tell_all(
     captured: Sequence[CapturedMicroBatch], again: Mapping[str, Tensor], seen: Mapping[str, Tensor], model: nn.Module
 ) -> None:
@@ -39,8 +36,8 @@ def check_outputs_tell_all(
 
     Args:
         captured: The micro-batches.
-        again: The gradients of the second pass.
-        seen: What arrived at the parameters in the first pass.
+        again: The signatures of the gradients of the second pass.
+        seen: Those of what arrived at the parameters in the first pass.
         model: The bare module.
 
     Raises:
@@ -49,11 +46,11 @@ def check_outputs_tell_all(
     whole = norm_of(seen)
     low = any(use.before.autocast in LOW for c in captured for use in c.uses)
     for name, arrived in seen.items():
-        error = float((arrived - again.get(name, torch.zeros_like(arrived))).norm())
+        error = norm_of({name: arrived - again.get(name, torch.zeros_like(arrived))})
         dtype = model.get_parameter(name).dtype
         tolerance = LOW_PRECISION if low else GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION)
         noise = NOISE * (LOW_PRECISION_NOISE if tolerance == LOW_PRECISION else 1) * whole
-        if error > tolerance * float(arrived.norm()) + noise:
+        if error > tolerance * norm_of({name: arrived}) + noise:
             raise RuntimeError(
                 f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
                 "the model's outputs alone, so track_batchnorm=True cannot run the step again. Return everything that "
@@ -172,17 +169,19 @@ def examine(
     unchecked: Iterable[str],
     whole: float,
     block_elements: int,
+    buckets: Sequence[Mapping[str, slice]],
 ) -> Examination:
     """Check that individual gradients can be separated, and add up to what autograd gave the parameters.
 
     Args:
         captured: The micro-batches, not scaled yet.
-        seen: What arrived at the parameters, summed over backward calls.
+        seen: The signatures of what arrived at the parameters, summed over backward calls.
         model: The bare module.
         scopes: The modules whose calls serve each parameter.
         unchecked: The parameters to examine.
         whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
         block_elements: See `walk`.
+        buckets: The parameters in pieces, each with its rows, which are summed one after the other.
 
     Raises:
         OutOfMemoryError: If there is not enough memory to run a module again.
@@ -202,33 +201,43 @@ def examine(
     rest = [name for name in unchecked if name not in unserved]
     values = {name: p.detach() for name, p in model.named_parameters()}
     batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
-    mine = {name: values[name] for name in rest}
-    sums, norms = GradientSum(mine), SquaredNorms(mine)
-    try:
-        walk(batches, values, rest, [sums, norms], block_elements)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a module cannot be run again: which one?
-        for name in list(rest):
-            sums.sums[name].zero_()
-            norms.values[name].zero_()
-            try:
-                walk(batches, values, [name], [sums, norms], block_elements)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as problem:
-                rest.remove(name)
-                text = f"its use could not be run again ({type(problem).__name__}: {problem})"
-                unserved[name] = text, list(scopes[name])
+    sums = {name: values[name].new_zeros(COUNT, dtype=torch.float64) for name in rest}
+    norms = SquaredNorms({name: values[name] for name in rest})
+
+    def add_up(rows: Mapping[str, slice]) -> None:
+        parts = {name: rows_of(values[name], part) for name, part in rows.items()}
+        some = {name: part for name, part in rows.items() if part != WHOLE}
+        first = {name: part.start for name, part in some.items()}
+        adding, squares = GradientSum(parts, first), SquaredNorms(parts)
+        walk(batches, values, list(rows), [adding, squares], block_elements, rows=some)
+        norms.add(squares)
+        for name, total in adding.sums.items():
+            sums[name] += signature(total, first.get(name, 0) * math.prod(values[name].shape[1:]))
+
+    for bucket in buckets:
+        rows = {name: part for name, part in bucket.items() if name in rest}
+        try:
+            add_up(rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a module cannot be run again: which one?
+            for name, part in rows.items():
+                try:
+                    add_up({name: part})
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as problem:
+                    rest.remove(name)
+                    text = f"its use could not be run again ({type(problem).__name__}: {problem})"
+                    unserved[name] = text, list(scopes[name])
     n = sum(c.batch_size for c in captured)
     explained, quiet = [], []
     mixed = {n for c in captured for use in c.uses if use.before.autocast in LOW for n in use.layer.parameters.values()}
     low = {name for name in rest if name in mixed or values[name].dtype not in GRADIENT_TOLERANCE}
     noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
     for name in rest:
-        total = sums.sums[name]
-        arrived = seen.get(name, torch.zeros_like(total))
-        error, size = float((total - arrived).norm()), float(arrived.norm())
+        arrived = seen.get(name, torch.zeros_like(sums[name]))
+        error, size = norm_of({name: sums[name] - arrived}), norm_of({name: arrived})
         everything = float((n * norms.values[name]).sqrt())
         if not all(map(math.isfinite, (error, size, everything))):
             continue

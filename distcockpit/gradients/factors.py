@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from distcockpit.gradients import kernels
+
+WHOLE = slice(None)
+
+
+def rows_of(values: Tensor, rows: slice) -> Tensor:
+    """Return some rows; all of them of a scalar, which has no axis."""
+    return values if rows == WHOLE else values[rows]
+
+
+class RowWise(ABC):
+    """Individual gradients of a parameter viewed as a matrix, any rows of which can be formed without the others."""
+
+    @abstractmethod
+    def of_rows(self, rows: slice) -> RowWise:
+        """Return the same for some rows of the parameter."""
+
+    @abstractmethod
+    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
+        """Return a function that forms the gradients ``[n, rows, I]`` of some of these samples, and of some rows."""
+
+    def products(self, samples: slice) -> Tensor:
+        """Return the individual gradients of some samples, ``[n, O, I]``."""
+        return self.prepared(samples)(WHOLE, WHOLE)
+
+    @abstractmethod
+    def along(self, direction: Tensor) -> Tensor:
+        """Return the inner products with a direction ``[O, I]``, without forming anything: float64 ``[B]``."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int, int]:
+        """T, O, I."""
+
 
 @dataclass(frozen=True)
-class Factors:
+class Factors(RowWise):
     """``g_i = sum_t delta_it x_it^T``, for a parameter viewed as a matrix ``[O, I]``.
 
     For a linear layer, T is 1, or the number of positions of its input; for a convolution, that of its output
@@ -37,14 +72,84 @@ class Factors:
         """Return the factors of some samples."""
         return self.delta[samples], self.inputs(samples)
 
-    def products(self, samples: slice) -> Tensor:
-        """Return the individual gradients of some samples, ``[n, O, I]``."""
-        return products(*self.of(samples))
+    def of_rows(self, rows: slice) -> Factors:
+        """See `RowWise.of_rows`."""
+        return replace(self, delta=self.delta[:, :, rows])
+
+    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
+        """See `RowWise.prepared`."""
+        delta, x = self.of(samples)
+        return lambda some, rows: products(delta[some, :, rows], x[some])
+
+    def along(self, direction: Tensor) -> Tensor:
+        """``sum_t <delta_it, V x_it>``; with one t, in the precision of the direction."""
+        kind = self.delta.dtype
+        kind = torch.promote_types(direction.dtype, kind) if self.sizes[0] == 1 else kind
+        x = self.inputs(WHOLE).to(kind)
+        output = x @ direction.reshape(self.sizes[1:]).to(kind).T
+        return kernels.inner_rows(output.flatten(1), self.delta.to(kind).flatten(1))
 
 
 def products(delta: Tensor, x: Tensor) -> Tensor:
     """``sum_t delta_it x_it^T``: ``[n, O, I]`` from ``[n, T, O]`` and ``[n, T, I]``."""
     return torch.bmm(delta.transpose(1, 2), x)
+
+
+@dataclass(frozen=True)
+class Occurrences(RowWise):
+    """``g_i[v] = sum_t [x_it = v] delta_it``, the individual gradients of an embedding ``[V, E]``.
+
+    Args:
+        index: The row that each position of a sample selects, ``[B, T]``; none if it is negative.
+        delta: Its output gradient, ``[B, T, E]``.
+        n_rows: V.
+    """
+
+    index: Tensor
+    delta: Tensor
+    n_rows: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, V, E."""
+        return self.delta.shape[1], self.n_rows, self.delta.shape[2]
+
+    def of_rows(self, rows: slice) -> Occurrences:
+        """See `RowWise.of_rows`."""
+        start, stop, _ = rows.indices(self.n_rows)
+        inside = (self.index >= start) & (self.index < stop)
+        return Occurrences(torch.where(inside, self.index - start, -1), self.delta, stop - start)
+
+    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
+        """See `RowWise.prepared`."""
+        mine = Occurrences(self.index[samples], self.delta[samples], self.n_rows)
+
+        def form(some: slice, rows: slice) -> Tensor:
+            part = Occurrences(mine.index[some], mine.delta[some], self.n_rows).of_rows(rows)
+            index, delta = part._present()
+            found = delta.new_zeros(len(delta), part.n_rows, delta.shape[2])
+            return found.scatter_add_(1, index.unsqueeze(2).expand_as(delta), delta)
+
+        return form
+
+    def along(self, direction: Tensor) -> Tensor:
+        """``sum_t <delta_it, V[x_it]>``."""
+        index, delta = self._present()
+        return kernels.inner_rows(direction.to(delta.dtype)[index].flatten(1), delta.flatten(1))
+
+    def rows(self, samples: slice) -> Rows:
+        """Return the nonzero rows, without waiting for the device."""
+        index, delta = (t[samples] for t in self._present())
+        index = index.contiguous()
+        ordered = index.sort(1).values
+        first = torch.searchsorted(ordered, index)  # where each row first occurs
+        values = torch.zeros_like(delta).scatter_add_(1, first.unsqueeze(2).expand_as(delta), delta)
+        return Rows(ordered, values, self.n_rows)
+
+    def _present(self) -> tuple[Tensor, Tensor]:
+        """Return indices that exist; what selects no row is zero at row 0."""
+        absent = self.index < 0
+        return self.index.clamp(min=0), self.delta.masked_fill(absent.unsqueeze(2), 0)
 
 
 @dataclass(frozen=True)

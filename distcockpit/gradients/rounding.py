@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.factors import WHOLE, Factors
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms, grams
 from distcockpit.gradients.uses import MicroBatch, Use
@@ -26,17 +26,33 @@ TOLERANCE = 1e-4
 """The largest share of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
 
 
-def sums_over_sequences(batches: Sequence[MicroBatch], names: Sequence[str]) -> dict[str, Factors]:
-    """Return the parameters whose individual gradients are only sums over sequences; by name, with factors."""
-    uses: dict[str, list[tuple[Use, str]]] = defaultdict(list)
+Calls = Mapping[str, Sequence[tuple[Use, str]]]
+"""The calls that use each parameter, with its name there."""
+
+
+def calls_by_parameter(batches: Sequence[MicroBatch]) -> Calls:
+    """Return the calls of some micro-batches by parameter."""
+    calls: dict[str, list[tuple[Use, str]]] = defaultdict(list)
     for batch in batches:
         for use in batch.uses:
             for local, name in use.layer.parameters.items():
-                uses[name].append((use, local))
-    found = {name: [rule_of(use).factors(use).get(local) for use, local in uses[name]] for name in names}
-    alone = {name: factors[0] for name, factors in found.items() if len(factors) == 1 and factors[0] is not None}
+                calls[name].append((use, local))
+    return calls
+
+
+def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Factors]:
+    """Return the parameters whose individual gradients are only sums over sequences, with factors.
+
+    Args:
+        calls: By parameter.
+        rows: The parameters to look at, each with the rows that are wanted.
+    """
+    found = {
+        name: rule_of(calls[name][0][0]).factors(calls[name][0][0]) for name in rows if len(calls.get(name, ())) == 1
+    }
+    alone = {name: factors[calls[name][0][1]] for name, factors in found.items() if calls[name][0][1] in factors}
     return {
-        name: factors
+        name: factors if rows[name] == WHOLE else factors.of_rows(rows[name])
         for name, factors in alone.items()
         if factors.sizes[0] > 1 and not factors.are_windows and _pays(*factors.sizes)
     }
@@ -71,19 +87,12 @@ class RoundedNorms(SquaredNorms):
         self.values[name].nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._squares[name].append((_diagonal(first), _diagonal(second)))
 
-    def pooled(self, name: str, norms: SquaredNorms) -> Tensor:
-        """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``.
-
-        Args:
-            name: Name of the parameter; without factors there is no rounding.
-            norms: The norms of all parameters.
-        """
-        squares, factors = norms.values[name], self._factors.get(name)
-        if factors is None:
-            return torch.stack([squares, *squares.new_zeros(2)])
+    def bounds(self, name: str) -> Tensor:
+        """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``."""
+        squares, factors = self.values[name], self._factors[name]
         pairs = self._squares[name]
         if not pairs:  # from blocks
-            delta, x = (factor.flatten(0, 1) for factor in factors.of(slice(0, None)))
+            delta, x = (factor.flatten(0, 1) for factor in factors.of(WHOLE))
             pairs = [(kernels.inner_rows(delta, delta), kernels.inner_rows(x, x))]
         of_delta, of_x = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         t, o, i = factors.sizes
@@ -104,7 +113,7 @@ def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int)
 
     Args:
         names: Names of the parameters.
-        pooled: What `RoundedNorms.pooled` gave, added over ranks, float64 ``[parameters, 3]``.
+        pooled: What `RoundedNorms.bounds` gave, added over ranks, float64 ``[parameters, 3]``.
         mean_squared: ``|G|^2``, float64 ``[parameters]``.
         n: N.
     """

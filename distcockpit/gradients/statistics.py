@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import Rows
+from distcockpit.gradients.factors import WHOLE, Rows, RowWise
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
-
-WHOLE = slice(None)
 
 
 class Statistic(ABC):
@@ -52,8 +50,16 @@ class Statistic(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes rows, so it must define rows().")
 
     @property
+    def takes_some_rows(self) -> bool:
+        """True if `outer`, `sequence` and `rows` may be given some rows of a parameter, as if these were all of it.
+
+        If not, some rows come as blocks, with their place in the parameter as ``part``.
+        """
+        return False
+
+    @property
     def goes_along(self) -> bool:
-        """True if this statistic may query whole calls of a layer, with `of_use`."""
+        """True if this statistic may query whole calls of a layer, with `of_use` and `of_rows`."""
         return False
 
     def of_use(self, use: Use, parameters: Mapping[str, str]) -> Tensor | None:
@@ -65,8 +71,12 @@ class Statistic(ABC):
         """
         return None
 
+    def of_rows(self, name: str, source: RowWise) -> Tensor:
+        """Return the same for some rows of a parameter; only called if `goes_along`."""
+        raise NotImplementedError(f"{type(self).__name__} goes along, so it must define of_rows().")
+
     def take(self, values: Tensor, samples: slice) -> None:
-        """Add what `of_use` returned."""
+        """Add what `of_use` or `of_rows` returned."""
 
 
 def vector(
@@ -81,14 +91,31 @@ def vector(
 
 
 class GradientSum(Statistic):
-    """``sum_i g_i``, by parameter, in float64."""
+    """``sum_i g_i``, by parameter, in float64.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    Args:
+        parameters: By name, in the shapes of what is summed.
+        first: The first row of those of which these are only some rows.
+        in_double: Whether products are in float64 before they are added up.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], first: Mapping[str, int] | None = None, *, in_double: bool = True
+    ) -> None:
         self.flat, self.sums = vector(parameters)
+        self._first, self._in_double = first or {}, in_double
+
+    @property
+    def takes_some_rows(self) -> bool:
+        """Sums have the shapes of these rows."""
+        return True
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``delta^T x``."""
-        self._matrix(name, delta, x).addmm_(delta.double().T, x.double())
+        if self._in_double:
+            self._matrix(name, delta, x).addmm_(delta.double().T, x.double())
+        else:
+            self._matrix(name, delta, x).add_(delta.T @ x)
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
         """Always."""
@@ -100,7 +127,7 @@ class GradientSum(Statistic):
 
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The sum over the samples of the block."""
-        kernels.add_sums(_of(self.sums[name], part), gradients)
+        kernels.add_sums(self._part(self.sums, name, part), gradients)
 
     @property
     def takes_rows(self) -> bool:
@@ -114,6 +141,9 @@ class GradientSum(Statistic):
     def _matrix(self, name: str, delta: Tensor, x: Tensor) -> Tensor:
         return self.sums[name].view(delta.shape[1], x.shape[1])
 
+    def _part(self, sums: Mapping[str, Tensor], name: str, part: slice) -> Tensor:
+        return _of(sums[name], part, self._first.get(name, 0))
+
 
 class PowerSums(GradientSum):
     """``sum_i g_i`` and ``sum_i g_i^2``, element by element, by parameter, in float64.
@@ -122,8 +152,8 @@ class PowerSums(GradientSum):
     of such sums loses nothing that the individual gradients had.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Mapping[str, Tensor], first: Mapping[str, int] | None = None) -> None:
+        super().__init__(parameters, first)
         self.flat_squares, self.squares = vector(parameters)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
@@ -138,7 +168,7 @@ class PowerSums(GradientSum):
 
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The sums over the samples of the block."""
-        kernels.add_powers(_of(self.sums[name], part), _of(self.squares[name], part), gradients)
+        kernels.add_powers(self._part(self.sums, name, part), self._part(self.squares, name, part), gradients)
 
     def rows(self, name: str, rows: Rows) -> None:
         """Both, row by row."""
@@ -154,10 +184,15 @@ class SquaredNorms(Statistic):
         self.flat = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.values = dict(zip(parameters, self.flat.unbind(), strict=True))
 
-    def replace(self, other: SquaredNorms) -> None:
-        """Take over the values of another one, for its parameters."""
+    def add(self, other: SquaredNorms) -> None:
+        """Add the values of another one, for its parameters."""
         for name, value in other.values.items():
-            self.values[name].copy_(value)
+            self.values[name] += value
+
+    @property
+    def takes_some_rows(self) -> bool:
+        """Squares add up over rows."""
+        return True
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_i |delta_i|^2 |x_i|^2``."""
@@ -189,8 +224,9 @@ class SquaredNorms(Statistic):
         self.values[name] += kernels.squared_norm(rows.values)
 
 
-def _of(tensor: Tensor, part: slice) -> Tensor:
-    return tensor if part == WHOLE else tensor[part]  # a scalar has no axis
+def _of(tensor: Tensor, part: slice, first: int = 0) -> Tensor:
+    """Return a part of a parameter from a tensor that begins with this row of it."""
+    return tensor if part == WHOLE else tensor[part.start - first : part.stop - first]  # a scalar has no axis
 
 
 def grams(*factors: Tensor) -> list[Tensor]:
@@ -212,6 +248,7 @@ class Projection(Statistic):
         parts: Sequence[Sequence[str]] | None = None,
         *,
         in_double: bool = False,
+        first: Mapping[str, int] | None = None,
     ) -> None:
         """Initialise; without ``parts``, the direction is the only vector.
 
@@ -220,10 +257,11 @@ class Projection(Statistic):
             batch_size: B.
             parts: The parameters of each vector.
             in_double: Whether products of layers with one product per sample are in float64.
+            first: The first row of the parameters of which the direction holds only some rows.
         """
-        self.direction, self._in_double = direction, in_double
+        self.direction, self._in_double, self._first = direction, in_double, first or {}
         self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
-        device = next(iter(direction.values())).device
+        device = direction[next(iter(direction))].device
         self.values = torch.zeros(len(parts or [0]), batch_size, dtype=torch.float64, device=device)
 
     @property
@@ -249,6 +287,20 @@ class Projection(Statistic):
             result[k] = values
         return result
 
+    @property
+    def takes_some_rows(self) -> bool:
+        """Projections add up over rows."""
+        return True
+
+    def of_rows(self, name: str, source: RowWise) -> Tensor:
+        """The same, for some rows of a parameter."""
+        direction = self.direction[name]
+        in_double = self._in_double and source.sizes[0] == 1
+        along = source.along(direction.double() if in_double else direction)
+        result = along.new_zeros(len(self.values), len(along))
+        result[self._part[name]] = along
+        return result
+
     def take(self, values: Tensor, samples: slice) -> None:
         """Projections add up over layers."""
         self.values[:, samples] += values
@@ -261,7 +313,7 @@ class Projection(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        direction = _of(self.direction[name], part)
+        direction = _of(self.direction[name], part, self._first.get(name, 0))
         self.values[self._part[name], samples] += kernels.inner_rows(rows, direction.reshape(-1))
 
 
@@ -270,6 +322,11 @@ class AbsMax(Statistic):
 
     def __init__(self) -> None:
         self.value: Tensor | float = 0.0
+
+    @property
+    def takes_some_rows(self) -> bool:
+        """True: no row is like another."""
+        return True
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``max_i max|delta_i| max|x_i|``: rounding is monotone, so this is the largest rounded product."""
@@ -308,6 +365,11 @@ class Histogram1d(Statistic):
     def __init__(self, edges: np.ndarray) -> None:
         self.edges = edges
         self.counts: Tensor | int = 0
+
+    @property
+    def takes_some_rows(self) -> bool:
+        """Counts add up over rows."""
+        return True
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Bin products without storing them."""

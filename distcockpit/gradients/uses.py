@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from distcockpit.gradients.factors import Factors, Rows
+from distcockpit.gradients.factors import Factors, RowWise
 from distcockpit.replay.snapshot import Snapshot
 from distcockpit.replay.trees import tensors
 
@@ -81,9 +81,9 @@ class UseRule(ABC):
         """Return the parameters whose individual gradients are sums of outer products, by local name."""
         return {}
 
-    def rows(self, use: Use, samples: slice) -> Rows | None:
-        """Return the individual gradients of a call's only parameter, if they have few nonzero rows."""
-        return None
+    def row_wise(self, use: Use) -> Mapping[str, RowWise]:
+        """Return the parameters any rows of whose individual gradients can be formed without the others."""
+        return {name: factors for name, factors in self.factors(use).items() if not factors.are_windows}
 
     def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """Return ``<g_i, v>`` for all samples if it needs no individual gradient: the derivative of the output along v.

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit.gradients.factors import Factors, products
+from distcockpit.gradients.factors import WHOLE, Factors, Occurrences, RowWise
 from distcockpit.gradients.generic import rule_of
-from distcockpit.gradients.statistics import WHOLE, Statistic
+from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import Materialized, MicroBatch, Use
 
 BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks give matrix products too little work
@@ -27,6 +27,7 @@ def walk(
     statistics: Sequence[Statistic],
     block_elements: int = BLOCK_ELEMENTS,
     keep: int = 0,
+    rows: Mapping[str, slice] | None = None,
 ) -> int:
     """Feed the individual gradients of all tracked parameters to ``statistics``.
 
@@ -42,19 +43,22 @@ def walk(
         statistics: Accumulators; all of them see the same blocks while these are in cache.
         block_elements: Maximum elements of a block and of what is needed to form it; it holds at least one sample.
         keep: Bytes of formed individual gradients that may be kept in the micro-batches for the next walk.
+        rows: The rows to walk over of parameters of which not all are wanted, by name.
 
     Returns:
         The number of bytes that may still be kept.
     """
     if not statistics or not tracked:
         return keep
-    start, left = 0, keep
+    start, left, rows = 0, keep, rows or {}
     with torch.autocast(values[tracked[0]].device.type, enabled=False):  # `track` may be called under autocast
         for batch in batches:
             if batch.batch_size:
-                rest = [name for name in tracked if not _from_formed(name, batch, start, statistics)]
-                for uses, names in _grouped(batch, rest).items():
-                    group = _Group(uses, names, batch.batch_size, start, values, block_elements)
+                rest = [name for name in tracked if not _from_formed(name, batch, start, statistics, rows)]
+                groups = _grouped(batch, [name for name in rest if name not in rows])
+                groups += [each for name in rest if name in rows for each in _grouped(batch, [name])]
+                for uses, names in groups:
+                    group = _Group(uses, names, batch.batch_size, start, values, block_elements, rows.get(names[0]))
                     made = group.feed(statistics, left)
                     batch.materialized.update(made)
                     left -= sum(g.numel() * g.element_size() for pieces in made.values() for *_, g in pieces)
@@ -62,8 +66,12 @@ def walk(
     return left
 
 
-def _from_formed(name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic]) -> bool:
+def _from_formed(
+    name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic], rows: Mapping[str, slice]
+) -> bool:
     """Feed what an earlier walk formed and kept, if anything."""
+    if name in rows:
+        return False
     for samples, part, gradients in batch.materialized.get(name, ()):
         for statistic in statistics:
             statistic.block(name, gradients, slice(start + samples.start, start + samples.stop), part)
@@ -82,7 +90,7 @@ class _UseTuple(tuple[Use, ...]):
         return isinstance(other, tuple) and tuple(map(id, self)) == tuple(map(id, other))
 
 
-def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[str]]:
+def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> list[tuple[Sequence[Use], list[str]]]:
     """Group parameters that have the same uses, usually a weight and its bias."""
     uses: dict[str, list[Use]] = {name: [] for name in tracked}
     for use in batch.uses:
@@ -92,11 +100,11 @@ def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> dict[_UseTuple, list[
     groups: dict[_UseTuple, list[str]] = defaultdict(list)
     for name, used in uses.items():
         groups[_UseTuple(used)].append(name)
-    return groups
+    return list(groups.items())
 
 
 class _Group:
-    """The parameters that are served by the same uses."""
+    """The parameters that are served by the same uses, or some rows of one parameter."""
 
     def __init__(
         self,
@@ -106,14 +114,26 @@ class _Group:
         start: int,
         values: Mapping[str, Tensor],
         block_elements: int,
+        rows: slice | None,
     ) -> None:
         self._uses, self._names, self._batch_size, self._start = uses, names, batch_size, start
-        self._values, self._block_elements = values, block_elements
+        self._values, self._block_elements, self._rows = values, block_elements, rows
+        self._shapes = {name: values[name].shape if rows is None else values[name][rows].shape for name in names}
         self._locals = [{n: full for n, full in use.layer.parameters.items() if full in names} for use in uses]
         self._factors: dict[str, Factors] = {}
-        if len(uses) == 1:
-            (use,), (local,) = uses, self._locals
-            self._factors = {local[n]: factors for n, factors in rule_of(use).factors(use).items() if n in local}
+        self._sources: dict[str, list[RowWise]] = {name: [] for name in names}  # if there is one for each use
+        for use, local in zip(uses, self._locals, strict=True):
+            rule = rule_of(use)
+            if len(uses) == 1:
+                self._factors = {local[n]: factors for n, factors in rule.factors(use).items() if n in local}
+            for n, source in rule.row_wise(use).items():
+                if n in local:
+                    self._sources[local[n]].append(source)
+        counts = {name: sum(list(local.values()).count(name) for local in self._locals) for name in names}
+        self._sources = {name: each for name, each in self._sources.items() if each and len(each) == counts[name]}
+        if rows is not None:
+            self._factors = {name: factors.of_rows(rows) for name, factors in self._factors.items()}
+            self._sources = {name: [each.of_rows(rows) for each in found] for name, found in self._sources.items()}
 
     def feed(self, statistics: Sequence[Statistic], keep: int) -> Materialized:
         """Show every sample to every statistic.
@@ -136,7 +156,7 @@ class _Group:
             return {}
         materialized: Materialized = defaultdict(list)
         pays = forms_blocks or any(statistic.goes_along for statistic in left)
-        keeps = pays and bool(self._uses) and self._bytes(names) <= keep
+        keeps = pays and self._rows is None and bool(self._uses) and self._bytes(names) <= keep
         for samples, part, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples), part)
@@ -152,34 +172,44 @@ class _Group:
         """True if most of the individual gradients will be formed for these statistics."""
         if len(self._uses) != 1:
             return True
-        formed = [n for n in self._names if n not in self._factors or not _all_prefer(statistics, self._factors[n])]
-        sizes = {name: self._values[name].numel() for name in self._names}
+        formed = [n for n in self._names if n not in self._factors or not self._prefer(statistics, self._factors[n])]
+        sizes = {name: self._shapes[name].numel() for name in self._names}
         return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
+
+    def _prefer(self, statistics: Sequence[Statistic], factors: Factors) -> bool:
+        """True if all of these take the factors rather than the products."""
+        takes = self._rows is None or all(statistic.takes_some_rows for statistic in statistics)
+        return takes and all(statistic.prefers_factors(*factors.sizes) for statistic in statistics)
 
     def _along(self, statistic: Statistic) -> bool:
         """True if the statistic got what it needs from whole uses."""
-        taken = []
-        for use, local in zip(self._uses, self._locals, strict=True):
-            found = statistic.of_use(use, local)
-            if found is None:
-                return False
-            taken.append(found)
-        if not taken:  # no layer used the parameter: its individual gradients are zero, and count
+        if not self._uses:  # no layer used the parameter: its individual gradients are zero, and count
             return False
+        if self._rows is not None:
+            (name,) = self._names
+            taken = [statistic.of_rows(name, source) for source in self._sources.get(name, ())]
+            if not taken:
+                return False
+        else:
+            taken = []
+            for use, local in zip(self._uses, self._locals, strict=True):
+                found = statistic.of_use(use, local)
+                if found is None:
+                    return False
+                taken.append(found)
         for values in taken:
             statistic.take(values, self._numbered(slice(0, self._batch_size)))
         return True
 
     def _from_rows(self, statistics: Sequence[Statistic]) -> bool:
         """Feed the nonzero rows, if there are few and every statistic takes them."""
-        if len(self._uses) != 1 or not all(statistic.takes_rows for statistic in statistics):
+        source = self._sources.get(self._names[0], [None])
+        if len(source) != 1 or not isinstance(source[0], Occurrences):
             return False
-        (use,) = self._uses
-        if rule_of(use).rows(use, slice(0, 0)) is None:
+        if not all(s.takes_rows and (self._rows is None or s.takes_some_rows) for s in statistics):
             return False
-        for samples in self._pieces(use.delta[:1].numel()):
-            rows = rule_of(use).rows(use, samples)
-            assert rows is not None
+        for samples in self._pieces(source[0].delta[:1].numel()):
+            rows = source[0].rows(samples)
             for statistic in statistics:
                 statistic.rows(self._names[0], rows)
         return True
@@ -187,7 +217,7 @@ class _Group:
     def _from_factors(self, name: str, statistics: Sequence[Statistic]) -> bool:
         """Feed the factors, if there are any and no statistic needs the products."""
         factors = self._factors.get(name)
-        if factors is None or not _all_prefer(statistics, factors):
+        if factors is None or not self._prefer(statistics, factors):
             return False
         t, o, i = factors.sizes
         for samples in self._pieces(0 if t == 1 else t * (o + i)):
@@ -202,42 +232,50 @@ class _Group:
     def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, slice, str, Tensor]]:
         """Yield individual gradients of ``names``: samples, part of the first axis, name, and gradients."""
         for name in names:
-            if name in self._factors:
-                yield from self._products(name, self._factors[name])
-        names = [name for name in names if name not in self._factors]
+            if name in self._sources or name in self._factors:
+                yield from self._products(name)
+        names = [name for name in names if not (name in self._sources or name in self._factors)]
         if not names:
             return
         sources = []
         for use, locals_ in zip(self._uses, self._locals, strict=True):
             local = {name: full for name, full in locals_.items() if full in names}
-            sources.append((local, rule_of(use).blocks(use, list(local), self._values)))
+            if local:
+                sources.append((local, rule_of(use).blocks(use, list(local), self._values)))
         per_sample = sum(self._values[name].numel() for name in names)
         per_sample += sum(rule_of(use).elements_per_sample(use) for use in self._uses)
         for samples in self._pieces(per_sample):
             parts = [(local, block(samples)) for local, block in sources]
             for name in names:
-                shape = (samples.stop - samples.start, *self._values[name].shape)
+                value = self._values[name]
+                shape = (samples.stop - samples.start, *value.shape)
                 gradients = [
                     block[n].view(shape) for local, block in parts for n, full in local.items() if full == name
                 ]
-                if gradients:
-                    yield samples, WHOLE, name, functools.reduce(torch.add, gradients)
+                whole = functools.reduce(torch.add, gradients) if gradients else value.new_zeros(()).expand(shape)
+                if self._rows is None:
+                    yield samples, WHOLE, name, whole
                 else:
-                    yield samples, WHOLE, name, self._values[name].new_zeros(()).expand(shape)
+                    yield samples, self._rows, name, whole[:, self._rows]
 
-    def _products(self, name: str, factors: Factors) -> Iterator[tuple[slice, slice, str, Tensor]]:
-        """Multiply the factors of a parameter a few rows at a time, so that statistics read them from the cache."""
-        (t, o, i), shape = factors.sizes, self._values[name].shape
-        cached = factors.delta.is_cpu and not factors.are_windows
+    def _products(self, name: str) -> Iterator[tuple[slice, slice, str, Tensor]]:
+        """Form the gradients of a parameter a few rows at a time, so that statistics read them from the cache."""
+        factors, shape = self._factors.get(name), self._shapes[name]
+        sources: Sequence[RowWise] = [factors] if factors is not None else self._sources[name]
+        _, o, i = sources[0].sizes
+        cached = self._values[name].is_cpu and not (factors is not None and factors.are_windows)
         most = min(CACHED_ELEMENTS, self._block_elements) if cached else self._block_elements
-        for samples in self._pieces(t * (o + i)):
-            delta, x = factors.of(samples)
-            rows = max(FEWEST_ROWS, most // (len(x) * i or 1))
+        first = 0 if self._rows is None else self._rows.start
+        for samples in self._pieces(max(t * (o + i) for t, o, i in (source.sizes for source in sources))):
+            n = samples.stop - samples.start
+            made = [source.prepared(samples) for source in sources]
+            rows = max(FEWEST_ROWS, most // (n * i or 1))
             for part in even_pieces(o, rows):
-                for some in even_pieces(len(x), most // ((part.stop - part.start) * i or 1)):
-                    gradients = products(delta[some, :, part], x[some])
+                for some in even_pieces(n, most // ((part.stop - part.start) * i or 1)):
+                    gradients = functools.reduce(torch.add, (form(some, part) for form in made))
                     where = slice(samples.start + some.start, samples.start + some.stop)
-                    yield where, part, name, gradients.view(len(gradients), -1, *shape[1:])
+                    place = slice(first + part.start, first + part.stop)
+                    yield where, place, name, gradients.view(len(gradients), -1, *shape[1:])
 
     def _pieces(self, per_sample: int) -> Iterator[slice]:
         return even_pieces(self._batch_size, self._block_elements // (per_sample or 1))
@@ -251,7 +289,3 @@ def even_pieces(n: int, most: int) -> Iterator[slice]:
     size = -(-n // -(-n // max(1, most))) if n else 1
     for first in range(0, n, size):
         yield slice(first, min(first + size, n))
-
-
-def _all_prefer(statistics: Sequence[Statistic], factors: Factors) -> bool:
-    return all(statistic.prefers_factors(*factors.sizes) for statistic in statistics)

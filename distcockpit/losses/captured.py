@@ -199,15 +199,14 @@ class CapturedMicroBatch:
     def scaled(self, samples_per_weight: float, n: int) -> MicroBatch:
         """Multiply the output gradients by (N/W) / c, once; a part without weight is exactly zero."""
         factor = self.scale.unscale * samples_per_weight if self.weight else 0.0
-        done: set[int] = set()  # a function and the module that called it may share theirs
-        for gradient in (g for use in self.uses for g in use.output_gradients.values()):
-            if memory_of(gradient) in done:
-                continue
-            done.add(memory_of(gradient))
-            if not factor:
-                gradient.zero_()  # exactly zero, even if it was not finite
-            else:
-                gradient.mul_(factor)
+        done: dict[tuple[Any, ...], Tensor] = {}  # a function and the module that called it may share theirs
+        for use in self.uses:
+            for position, gradient in use.output_gradients.items():
+                key = (memory_of(gradient), gradient.storage_offset(), gradient.shape, gradient.stride())
+                if key not in done:  # never in place: it may be somebody else's
+                    done[key] = gradient * factor if factor else torch.zeros_like(gradient)
+                use.output_gradients[position] = done[key]
+            use.found.clear()
         if self.weight and self.batch_size:
             part = self.beside.unscale * self.beside.part(n)
             for name, gradient in self.beside.gradients.items():

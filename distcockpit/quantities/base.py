@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from distcockpit.gradients.statistics import Statistic
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, Observed, ReplicatedValue
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs, Observed, ReplicatedValue
 from distcockpit.schedules import Schedule
 from distcockpit.store.schema import NAME, Group, Row
 
@@ -107,6 +107,18 @@ class Quantity(ABC):
     def statistics(self, step: int, parameters: Mapping[str, Tensor], memory: dict[str, Any]) -> dict[str, Statistic]:
         """Accumulators to feed with this step's individual gradients, by name."""
         return {}
+
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """What to keep of the sums of a bucket of parameters; for quantities that need any of these.
+
+        Large models are walked bucket by bucket, so that G is never there as a whole. Values of buckets are added up,
+        element by element, and are in ``LocalBatch.reduced`` in the end.
+
+        Args:
+            bucket: The sums of some parameters, or of some rows of them.
+            memory: As in :meth:`local`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs the sums of buckets, so it must define reduce().")
 
     @abstractmethod
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:

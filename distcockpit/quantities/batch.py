@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,16 @@ class Needs:
     Args:
         loss: The pooled loss.
         losses: Individual losses.
-        mean_gradient: The pooled mean gradient G, and this rank's part of it.
+        mean_squared: ``|G|^2`` by parameter, with G the pooled mean gradient.
+        bucket_sums: G, this rank's part of it, and what else is summed element by element, bucket by bucket, in
+            :meth:`Quantity.reduce`.
+        mean_gradient: All of G, and of this rank's part of it, at the end of the step. That is as much memory as the
+            parameters take, in float64: prefer ``bucket_sums``.
         squared_norms: The sums of ``|g_i|^2``, by parameter.
         projections: ``<g_i, G>`` of every sample; includes G.
-        squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``LocalBatch.shard``.
+        squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``BucketSums.shard``.
         curvature: A diagonal of the curvature.
-        pooled_curvature: The same, pooled element by element, in ``LocalBatch.shard``.
+        pooled_curvature: The same, pooled element by element, in ``BucketSums.shard``.
         trace: Estimates of traces of the curvature.
         eigenvalue: An eigenvalue of the pooled Hessian.
         outputs: Outputs of the leaf modules, via :meth:`Quantity.observe`.
@@ -43,11 +47,14 @@ class Needs:
         displacement: The optimizer step itself, via :meth:`Quantity.displacement`.
         initial: The parameters at the first call of `track`, on rank 0.
         optimizer: The parameter groups and learning rates of the optimizer.
-        averaged: What ``.grad`` holds when `track` ends, and what it would hold after plain averaging over ranks.
+        averaged: What ``.grad`` holds when `track` ends, and what it would hold after plain averaging over ranks, in
+            ``BucketSums.averaged``.
     """
 
     loss: bool = False
     losses: bool = False
+    mean_squared: bool = False
+    bucket_sums: bool = False
     mean_gradient: bool = False
     squared_norms: bool = False
     projections: bool = False
@@ -109,49 +116,34 @@ class Model:
         return [*self.optimizers.values(), [name for name in self.shapes if name not in held]]
 
 
-class ByParameter(Mapping[str, Tensor]):
-    """A tensor for each parameter, in its shape.
+class Differences(Mapping[str, Tensor]):
+    """The differences of tensors of the same dtype, in at least float32, each computed when it is asked for.
 
     Args:
-        parts: By name, in the order of the parameters.
+        after: By name.
+        before: At least the same names.
+        keep: Whether to keep what was computed.
     """
 
-    def __init__(self, parts: Mapping[str, Tensor]) -> None:
-        self._parts = dict(parts)
-
-    @classmethod
-    def of(cls, flat: Tensor, like: Mapping[str, Tensor]) -> ByParameter:
-        """Cut a vector ``[P]`` into these shapes."""
-        parts = zip(like.items(), flat.split([p.numel() for p in like.values()]), strict=True)
-        result = cls({name: part.view(p.shape) for (name, p), part in parts})
-        result.flat = flat
-        return result
-
-    @cached_property
-    def flat(self) -> Tensor:
-        """All of them as one vector, float64 ``[P]``."""
-        parts = [part.double().reshape(-1) for part in self._parts.values()]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-    def replace(self, parts: Mapping[str, Tensor]) -> None:
-        """Replace the tensors of some parameters."""
-        self._parts |= parts
-        vars(self).pop("flat", None)
+    def __init__(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], *, keep: bool = False) -> None:
+        self._after, self._before, self._keep = after, before, keep
+        self._kept: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name]
+        if name in self._kept:
+            return self._kept[name]
+        after, before = self._after[name].detach(), self._before[name].detach()
+        kind = torch.promote_types(after.dtype, torch.float32)
+        found = after.to(kind) - before.to(kind)
+        if self._keep:
+            self._kept[name] = found
+        return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._after)
 
     def __len__(self) -> int:
-        return len(self._parts)
-
-
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """The difference of two tensors of the same dtype, in at least float32."""
-    kind = torch.promote_types(after.dtype, torch.float32)
-    return after.detach().to(kind) - before.detach().to(kind)
+        return len(self._after)
 
 
 @dataclass(frozen=True)
@@ -180,7 +172,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's range of the pooled element-wise vectors, flattened over the tracked parameters; float64.
+    """This rank's range of the pooled element-wise vectors of a bucket, flattened over its parameters; float64.
 
     Together, the ranges of all ranks hold every element once. Vectors that no quantity asked for are empty.
     """
@@ -192,11 +184,44 @@ class Shard:
 
 @dataclass(frozen=True)
 class Averaged:
-    """The gradient that the optimizer gets, before clipping, in the scale in which it was accumulated."""
+    """The gradient that the optimizer gets, before clipping, in the scale in which it was accumulated; of a bucket."""
 
-    held: ByParameter  # float64: what the step added to .grad on this rank
-    plain: ByParameter  # float64: the mean over ranks of each rank's autograd gradient
-    factor: Tensor  # float64, a number: this rank's part of the scale, held / factor is in units of G
+    held: Mapping[str, Tensor]  # float64: what the step added to .grad on this rank
+    plain: Mapping[str, Tensor]  # float64: the mean over ranks of each rank's autograd gradient
+
+
+@dataclass(frozen=True)
+class BucketSums:
+    """What is summed element by element over samples, for some parameters, or some rows of them; as for `LocalBatch`.
+
+    It is freed when :meth:`Quantity.reduce` has returned. Vectors that no quantity asked for are empty.
+    """
+
+    model: Model
+    step: int
+    n: int  # N: samples of all ranks
+    local_n: int  # B_r
+    rank: int
+    world_size: int
+    has_gradients: bool  # whether samples have individual gradients; if not, these are NaN
+    rows: Mapping[str, slice]  # the parameters of the bucket, each with its rows that belong to it
+    mean: Mapping[str, Tensor]  # the pooled G; float64, or float32 from autograd in a single process
+    part_of_mean: Mapping[str, Tensor]  # this rank's (1/N) sum_i g_i over its samples, at least float32
+    mean_squared: Tensor  # float64 [parameters of the bucket]: |G|^2
+    shard: Shard
+    averaged: Averaged | None
+
+    def by_parameter(self, values: Tensor) -> Tensor:
+        """Numbers of the parameters of this bucket as those of all: ``[*, parameters]``, zero for all others."""
+        found = values.new_zeros(*values.shape[:-1], len(self.model.shapes))
+        names = self.model.parameters
+        for k, name in enumerate(self.rows):
+            found[..., names.index(name)] = values[..., k]
+        return found
+
+    def number(self, value: float | Tensor) -> Tensor:
+        """A number as float64, on the model's device."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self.mean_squared.device)
 
 
 @dataclass(frozen=True)
@@ -227,12 +252,11 @@ class ReplicatedValue:
 
 ASKED_FOR = {
     "update": ("update",),
-    "mean_gradient": ("mean_gradient", "projections"),
-    "part_of_mean": ("mean_gradient", "projections"),
-    "mean_squared": ("mean_gradient", "projections"),
+    "mean_gradient": ("mean_gradient",),
+    "part_of_mean": ("mean_gradient",),
+    "mean_squared": ("mean_squared", "mean_gradient", "projections"),
     "squared_norms": ("squared_norms",),
     "projections": ("projections",),
-    "shard": ("squared_gradients", "pooled_curvature"),
     "observed": ("outputs",),
     "output_gradients": ("output_gradients",),
     "curvature": ("curvature",),
@@ -240,7 +264,7 @@ ASKED_FOR = {
     "eigenvalues": ("eigenvalue",),
     "initial": ("initial",),
     "learning_rates": ("optimizer",),
-    "averaged": ("averaged",),
+    "scale_of_grad": ("averaged",),
 }
 """Which needs (any of them) provide which attribute of a `LocalBatch`."""
 
@@ -271,12 +295,12 @@ class LocalBatch:
     every_parameter: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
-    mean_gradient: ByParameter  # the pooled G, by parameter, float64; or float32 from autograd in a single process
-    part_of_mean: ByParameter  # this rank's (1/N) sum_i g_i over its samples, by parameter, at least float32
+    reduced: Mapping[str, Tensor]  # what Quantity.reduce returned, added up over the buckets; float64
+    mean_gradient: Mapping[str, Tensor]  # the pooled G; float64, or float32 from autograd in a single process
+    part_of_mean: Mapping[str, Tensor]  # this rank's (1/N) sum_i g_i over its samples, at least float32
     mean_squared: Tensor  # float64 [parameters]: |G|^2
     squared_norms: Tensor  # float64 [parameters]: this rank's sum_i |g_i|^2
     projections: Tensor  # float64 [B_r]: <g_i, G>
-    shard: Shard
     observed: Observed
     sizes: Mapping[str, int]  # what `sizes` returned on all ranks that returned anything; 0 where they differ
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
@@ -286,7 +310,7 @@ class LocalBatch:
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
     update: Update | None
     learning_rates: Sequence[float | Tensor]
-    averaged: Averaged | None
+    scale_of_grad: Tensor  # float64, a number: this rank's part of what .grad is to be divided by, to be in units of G
     times: Times
 
     def __getattr__(self, name: str) -> Any:
@@ -353,5 +377,5 @@ class LocalBatch:
         return values.new_zeros(size).index_add_(0, torch.tensor(index, device=values.device), values)
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """``|t|^2`` by parameter, float64 ``[parameters]``."""
-        return kernels.squared_norms([tensors[name] for name in self.parameters])
+        """``|t|^2`` by parameter, float64 ``[parameters]``; tensors are asked for one after the other."""
+        return torch.stack([kernels.squared_norm(tensors[name]) for name in self.parameters])

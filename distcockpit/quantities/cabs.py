@@ -30,7 +30,7 @@ class CABS(Quantity):
     @property
     def needs(self) -> Needs:
         """The loss, G, the norms of the individual gradients, and the learning rates."""
-        return Needs(loss=True, mean_gradient=True, squared_norms=True, optimizer=True)
+        return Needs(loss=True, mean_squared=True, squared_norms=True, optimizer=True)
 
     def group(self, model: Model) -> Group:
         """The total, and a value per parameter group."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -35,7 +37,7 @@ class CompressionError(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and what DDP delivered; one more element-wise sum over ranks."""
-        return Needs(mean_gradient=True, averaged=True)
+        return Needs(bucket_sums=True, averaged=True)
 
     def group(self, model: Model) -> Group:
         """Both distances, per parameter and overall, and the angle."""
@@ -48,20 +50,26 @@ class CompressionError(Quantity):
         }
         return Group(fields, {"parameter": model.parameters})
 
-    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Inner products that are the same on all ranks with samples, and this rank's part of the scale."""
-        averaged = batch.averaged
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Inner products that are the same on all ranks with samples."""
+        averaged = bucket.averaged
         assert averaged is not None
-        held, plain = averaged.held, averaged.plain
-        squares = [kernels.squared_norms([vectors[name] for name in held]) for vectors in (held, batch.mean_gradient)]
-        squares.append(kernels.squared_norms(list(plain.values())))
-        squares.append(kernels.squared_norms([held[name] - plain[name] for name in held]))
-        squares.append(torch.stack([(held[name] * batch.mean_gradient[name]).sum() for name in held]))
-        knows = float(batch.local_n > 0)
+        mean, held, plain = bucket.mean, averaged.held, averaged.plain
+        products = [
+            [kernels.squared_norm(each) for each in (held[n], mean[n], plain[n], held[n] - plain[n])]
+            + [kernels.inner_products([held[n]], [mean[n].double()])[0]]
+            for n in bucket.rows
+        ]
+        found = torch.stack([torch.stack(each) for each in zip(*products, strict=True)])
+        return {"products": bucket.by_parameter(found)}
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The same, and this rank's part of the scale."""
+        knows, products = float(batch.local_n > 0), batch.reduced["products"]
         return {
-            "products": torch.stack(squares) if knows else torch.zeros_like(torch.stack(squares)),
+            "products": products if knows else torch.zeros_like(products),
             "ranks": batch.vector([knows])[0],
-            "factor": averaged.factor / batch.world_size,
+            "factor": batch.scale_of_grad / batch.world_size,
         }
 
     def finalize(self, totals: Totals, n: int) -> Row:

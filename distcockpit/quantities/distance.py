@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, difference
+from distcockpit.quantities.batch import Differences, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 STATUS = ("measured", "start_unknown")
@@ -50,7 +50,7 @@ class Distance(Quantity):
     def _squares(self, batch: LocalBatch) -> Tensor:
         if not batch.initial:
             return batch.vector([float("nan")] * len(batch.parameters))
-        return batch.squared_norm({name: difference(p, batch.initial[name]) for name, p in batch.parameters.items()})
+        return batch.squared_norm(Differences(batch.parameters, batch.initial))
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The distances."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -38,19 +40,23 @@ class EarlyStopping(Quantity):
     @property
     def needs(self) -> Needs:
         """The pooled G and the sums of g_i^2."""
-        return Needs(mean_gradient=True, squared_gradients=True)
+        return Needs(bucket_sums=True, squared_gradients=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""
         remark = "stop above 0; derived for SGD, computed for any optimizer"
         return Group({"early_stopping": Field((), "early stopping criterion", "1", remark)})
 
-    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Sum of the ratio over this rank's range of elements."""
-        squared = batch.shard.mean.square()
-        variance = (batch.shard.squares - batch.n * squared) / max(batch.n - 1, 1)
+        squared = bucket.shard.mean.square()
+        variance = (bucket.shard.squares - bucket.n * squared) / max(bucket.n - 1, 1)
         ratio = squared / (variance + self.epsilon)
-        return {"ratio": ratio.sum(), "elements": batch.vector([ratio.numel()])[0]}
+        return {"ratio": ratio.sum(), "elements": bucket.number(ratio.numel())}
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The same, over all."""
+        return batch.reduced
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The criterion."""

@@ -25,7 +25,7 @@ class GradNorm(Quantity):
     @property
     def needs(self) -> Needs:
         """G."""
-        return Needs(mean_gradient=True)
+        return Needs(mean_squared=True)
 
     def group(self, model: Model) -> Group:
         """A norm per parameter, and the overall norm."""

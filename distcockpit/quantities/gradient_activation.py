@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -40,7 +42,7 @@ class GradientActivation(Quantity):
     @property
     def needs(self) -> Needs:
         """G."""
-        return Needs(mean_gradient=True)
+        return Needs(bucket_sums=True)
 
     def group(self, model: Model) -> Group:
         """Two shares per parameter."""
@@ -50,25 +52,33 @@ class GradientActivation(Quantity):
         }
         return Group(fields, {"parameter": model.parameters})
 
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """How many elements have no gradient, and how many neurons; rank 0 counts."""
+        counts = bucket.mean_squared.new_zeros(2, len(bucket.rows))
+        for k, g in enumerate(bucket.mean.values() if bucket.rank == 0 else ()):
+            rows, columns = _matrix(g.shape)
+            zeros = kernels.count_small(g.reshape(1, rows, columns), self.epsilon)
+            counts[0, k], counts[1, k] = zeros.sum(), (zeros == columns).sum()
+        return {"counts": bucket.by_parameter(counts)}
+
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The shares, which all ranks know."""
-        gradients = list(batch.mean_gradient.values())
-
-        def shares() -> Tensor:
-            shapes = [(len(g), g[:1].numel()) if g.numel() and g.dim() else (1, g.numel()) for g in gradients]
-            quiet = [
-                kernels.count_small(g.reshape(1, *shape), self.epsilon)
-                for g, shape in zip(gradients, shapes, strict=True)
-            ]
-            pairs = [
-                (1 - zeros.sum().double() / (rows * columns), (zeros == columns).double().mean())
-                for (rows, columns), zeros in zip(shapes, quiet, strict=True)
-            ]
-            return torch.stack([batch.vector(values) for values in zip(*pairs, strict=True)])
-
-        return {"shares": batch.replicated(shares)}
+        shapes = [_matrix(shape) for shape in batch.model.shapes.values()]
+        sizes = batch.vector([rows * columns for rows, columns in shapes])
+        quiet, dead = batch.reduced["counts"]
+        return {
+            "shares": batch.replicated(
+                lambda: torch.stack([1 - quiet / sizes, dead / batch.vector([rows for rows, _ in shapes])])
+            )
+        }
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""
         active, dead = totals["shares"] if n else np.full_like(totals["shares"], np.nan)
         return {"active": active, "dead": dead}
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Number of neurons, and of elements of each."""
+    size = math.prod(shape)
+    return (shape[0], size // shape[0]) if size and shape else (1, size)

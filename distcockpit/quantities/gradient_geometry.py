@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
-from distcockpit.quantities.geometry import PREVIOUS, compared, norm_and_correlation
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
+from distcockpit.quantities.geometry import PREVIOUS, compared_in, norm_and_correlation, with_previous
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -25,7 +28,7 @@ class GradientGeometry(Quantity):
     @property
     def needs(self) -> Needs:
         """G."""
-        return Needs(mean_gradient=True)
+        return Needs(bucket_sums=True)
 
     def group(self, model: Model) -> Group:
         """A norm and a cosine per parameter."""
@@ -36,11 +39,15 @@ class GradientGeometry(Quantity):
         }
         return Group(fields, {"parameter": model.parameters})
 
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Squared norms and inner products, on rank 0, which alone keeps the vectors."""
+        if bucket.rank:
+            return {}
+        return {"pairs": bucket.by_parameter(compared_in(bucket, memory))}
+
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Norms and inner products, which are the same on all ranks."""
-        return {
-            "compared": batch.replicated(lambda: compared(batch.step, batch.mean_gradient, batch.mean_squared, memory))
-        }
+        """The same, and the previous step."""
+        return {"compared": batch.replicated(lambda: with_previous(batch.step, batch.reduced["pairs"], memory))}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

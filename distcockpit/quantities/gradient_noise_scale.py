@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.quantities.variance import sample_variance
 from distcockpit.store.schema import Field, Group, Row
 
@@ -40,7 +42,7 @@ class GradientNoiseScale(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and the norms of the individual gradients."""
-        return Needs(mean_gradient=True, squared_norms=True)
+        return Needs(mean_squared=True, bucket_sums=True, squared_norms=True)
 
     def group(self, model: Model) -> Group:
         """Both parts, for each of the three sources."""
@@ -55,15 +57,20 @@ class GradientNoiseScale(Quantity):
         }
         return Group(fields, {"layer": model.layer_labels})
 
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """The distance of this rank's gradient from G."""
+        if not (bucket.local_n and bucket.world_size > 1):
+            return {"between": bucket.number(0.0)}
+        factor, between = bucket.n / bucket.local_n, bucket.number(0.0)
+        for name, mean in bucket.mean.items():
+            between += kernels.squared_norm(bucket.part_of_mean[name].double().mul(factor).sub_(mean))
+        return {"between": bucket.local_n * between}
+
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """S2 by layer, and the distance of this rank's gradient from G; the squared norm of G by layer."""
         layer_of = {name: k for k, names in enumerate(batch.model.layers.values()) for name in names}
         index, size = [layer_of[name] for name in batch.parameters], len(batch.model.layers)
-        between = batch.vector([0.0])[0]
-        if batch.local_n and batch.world_size > 1:
-            own, factor = batch.part_of_mean, batch.n / batch.local_n
-            apart = [own[name].double().mul(factor).sub_(mean) for name, mean in batch.mean_gradient.items()]
-            between = batch.local_n * kernels.squared_norms(apart).sum()
+        between = batch.reduced["between"]
         return {
             "squares": batch.collected(batch.squared_norms, index, size),
             "mean_squared": batch.replicated(lambda: batch.collected(batch.mean_squared, index, size)),

@@ -28,7 +28,7 @@ class InnerTest(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and the projections onto it."""
-        return Needs(mean_gradient=True, projections=True)
+        return Needs(projections=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 PIECE = 1 << 16  # elements
@@ -40,20 +42,24 @@ class MeanGSNR(Quantity):
     @property
     def needs(self) -> Needs:
         """The pooled G and the sums of g_i^2."""
-        return Needs(mean_gradient=True, squared_gradients=True)
+        return Needs(bucket_sums=True, squared_gradients=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""
         return Group({"mean_gsnr": Field((), "mean gradient signal-to-noise ratio")})
 
-    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Sum of the ratio over this rank's range of elements."""
-        total = batch.vector([0.0])[0]
-        pieces = zip(batch.shard.mean.split(PIECE), batch.shard.squares.split(PIECE), strict=True)
+        total, shard = bucket.number(0.0), bucket.shard
+        pieces = zip(shard.mean.split(PIECE), shard.squares.split(PIECE), strict=True)
         for mean, squares in pieces:  # small enough to stay in cache: allocating memory costs more than the arithmetic
             squared = mean.square()
-            total += squared.div((squares / batch.n).sub_(squared).add_(self.epsilon)).sum()
-        return {"ratio": total, "elements": batch.vector([batch.shard.mean.numel()])[0]}
+            total += squared.div((squares / bucket.n).sub_(squared).add_(self.epsilon)).sum()
+        return {"ratio": total, "elements": bucket.number(shard.mean.numel())}
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The same, over all."""
+        return batch.reduced
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The mean."""

@@ -28,7 +28,7 @@ class NormTest(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and the norms of the individual gradients."""
-        return Needs(mean_gradient=True, squared_norms=True)
+        return Needs(mean_squared=True, squared_norms=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""

@@ -30,7 +30,7 @@ class OrthoTest(Quantity):
     @property
     def needs(self) -> Needs:
         """G, the norms of the individual gradients, and their projections on G."""
-        return Needs(mean_gradient=True, squared_norms=True, projections=True)
+        return Needs(squared_norms=True, projections=True)
 
     def group(self, model: Model) -> Group:
         """One number per step."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 
@@ -27,7 +29,7 @@ class RankDisagreement(Quantity):
     @property
     def needs(self) -> Needs:
         """G, and this rank's part of it."""
-        return Needs(mean_gradient=True)
+        return Needs(mean_squared=True, bucket_sums=True)
 
     def group(self, model: Model) -> Group:
         """Four numbers per rank."""
@@ -39,10 +41,14 @@ class RankDisagreement(Quantity):
         }
         return Group(fields, {"rank": model.world_size})
 
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """Inner product of this rank's gradient with G, and its squared norm."""
+        mine, mean = list(bucket.part_of_mean.values()), list(bucket.mean.values())
+        return {"inner": kernels.inner_products(mine, mean).sum(), "squares": kernels.squared_norms(mine).sum()}
+
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's values in its slots; the norm of G."""
-        mine, mean = list(batch.part_of_mean.values()), list(batch.mean_gradient.values())
-        inner, squares = kernels.inner_products(mine, mean).sum(), kernels.squared_norms(mine).sum()
+        inner, squares = batch.reduced["inner"], batch.reduced["squares"]
         loss = float("nan") if batch.loss is None else batch.loss
         facts = batch.vector([batch.local_n, squares, inner, loss])
         mean_squared = batch.replicated(lambda: batch.mean_squared.sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from distcockpit.gradients import kernels
 from distcockpit.gradients.uses import label
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 SECONDS = {
@@ -46,7 +46,7 @@ class RankHealth(Quantity):
     @property
     def needs(self) -> Needs:
         """Outputs, and this rank's gradients."""
-        return Needs(outputs=True, mean_gradient=True)
+        return Needs(outputs=True, bucket_sums=True)
 
     def group(self, model: Model) -> Group:
         """Counts, layers and times per rank."""
@@ -68,6 +68,11 @@ class RankHealth(Quantity):
         """A reduction in which any non-finite element shows up."""
         return _extremes(output)
 
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
+        """How many elements of this rank's gradient are not finite."""
+        count = sum(map(kernels.count_nonfinite, bucket.part_of_mean.values())) if bucket.has_gradients else 0
+        return {"nonfinite": bucket.number(count)}
+
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's values in its slots."""
         outputs = ((path, extremes) for micro in batch.observed for path, extremes in micro)
@@ -75,7 +80,7 @@ class RankHealth(Quantity):
         losses = kernels.count_nonfinite(batch.losses)
         counts = [
             losses if batch.loss is None else torch.maximum(losses, kernels.count_nonfinite(batch.loss)),
-            sum(map(kernels.count_nonfinite, batch.part_of_mean.values())) if batch.has_gradients else 0,
+            batch.reduced["nonfinite"],
             _first(outputs, list(batch.model.leaves), batch),
             _first(gradients, list(batch.model.layers), batch) if batch.has_gradients else 0,
         ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from distcockpit.quantities.base import Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.quantities.curved import OfCurvature
 from distcockpit.store.schema import Field, Group, Row
 
@@ -46,10 +48,14 @@ class TICDiag(OfCurvature):
         field = Field((), "TIC from diagonals", "loss", f"with {self.curvature}")
         return Group({"tic_diag": field})
 
-    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+    def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The sum over this rank's range of elements."""
-        curvature = batch.shard.curvature[self.diagonal]
-        return {"sum": (batch.shard.squares / batch.n / (curvature + self.epsilon)).sum()}
+        curvature = bucket.shard.curvature[self.diagonal]
+        return {"sum": (bucket.shard.squares / bucket.n / (curvature + self.epsilon)).sum()}
+
+    def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
+        """The same, over all."""
+        return batch.reduced
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The sum over all."""

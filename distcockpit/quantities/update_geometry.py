@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.quantities.geometry import PREVIOUS, compared, norm_and_correlation
@@ -46,7 +45,7 @@ class UpdateGeometry(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Norms and inner products."""
-        return {"compared": compared(step, d, kernels.squared_norms(list(d.values())), memory)}
+        return {"compared": compared(step, d, memory)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

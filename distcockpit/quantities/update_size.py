@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
@@ -44,7 +45,7 @@ class UpdateSize(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The squared lengths."""
-        return {"squares": kernels.squared_norms(list(d.values()))}
+        return {"squares": torch.stack([kernels.squared_norm(d[name]) for name in d])}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The lengths."""

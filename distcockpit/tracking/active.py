@@ -10,7 +10,15 @@ from typing import Any
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Needs
 
-OF_GRADIENTS = ("mean_gradient", "squared_norms", "projections", "squared_gradients", "update")
+OF_GRADIENTS = (
+    "mean_squared",
+    "bucket_sums",
+    "mean_gradient",
+    "squared_norms",
+    "projections",
+    "squared_gradients",
+    "update",
+)
 """The needs that are met by individual gradients."""
 
 
@@ -67,6 +75,17 @@ class Active:
         return [q for q in self.quantities if of_individual_gradients(q)]
 
     @cached_property
+    def wants_mean(self) -> bool:
+        """True if any of them needs G, or something that follows from it."""
+        return self.wants("mean_squared", "bucket_sums", "mean_gradient", "projections")
+
+    @cached_property
+    def reducing(self) -> list[Quantity]:
+        """The quantities that see the sums of buckets."""
+        needs = ("bucket_sums", "squared_gradients", "pooled_curvature", "averaged")
+        return [q for q in self.quantities if any(getattr(self.needs[q.name], need) for need in needs)]
+
+    @cached_property
     def subtracts_squares(self) -> bool:
         """True if any of them computes a variance as a difference of a sum of squares and a squared sum."""
         return self.wants("squared_norms", "squared_gradients")
@@ -78,7 +97,7 @@ class Active:
         An element-wise variance needs sums of exactly the gradients that were squared: autograd's sums are rounded
         differently, which would swamp a small variance.
         """
-        return self.wants("mean_gradient", "projections") and not self.wants("squared_gradients")
+        return self.wants_mean and not self.wants("squared_gradients")
 
 
 class Actives:

@@ -11,7 +11,8 @@ from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage, coverage
 from distcockpit.capture.second_pass import mixed_up_rows, second_pass
-from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine, norm_of
+from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine
+from distcockpit.capture.signature import norm_of, signature
 from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.tracking.setup import Setup
 
@@ -61,17 +62,15 @@ class Attribution:
         Args:
             step: The step.
             captured: Its micro-batches.
-            seen: What autograd gave the parameters.
+            seen: The signatures of what autograd gave the parameters.
             required: Whether the user explicitly listed quantities that need individual gradients.
 
         Raises:
             Exception: The problem, if a parameter was never served and is required.
         """
-        if self.check.is_thorough:
-            seen = {name: gradient.double() for name, gradient in seen.items()}
         if captured and captured[0].beside.gradients:
             beside = captured[0].beside.gradients
-            seen = {name: g - beside[name] if name in beside else g for name, g in seen.items()}
+            seen = {name: g - signature(beside[name]) if name in beside else g for name, g in seen.items()}
         constant, live = self._setup.batch_statistics_are_constants, seen
         if constant:
             captured, seen = self._again(captured, constant)
@@ -90,6 +89,7 @@ class Attribution:
                     names,
                     self._whole,
                     self._setup.block_elements,
+                    self._setup.buckets,
                 )
                 unserved = found.unserved or self._mixed_up(captured, found.explained, constant)
                 if not unserved:
@@ -145,7 +145,7 @@ class Attribution:
     def _again(
         self, captured: Sequence[CapturedMicroBatch], constant: bool
     ) -> tuple[list[CapturedMicroBatch], dict[str, Tensor]]:
-        """Run a second pass of each micro-batch, and return the gradients it gave the parameters."""
+        """Run a second pass of each micro-batch, and return the signatures of the gradients it gave the parameters."""
         total: dict[str, Tensor] = {}
         result = []
         for micro in captured:

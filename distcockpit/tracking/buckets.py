@@ -1,68 +1,55 @@
 """The walk over buckets of parameters: sums over individual gradients, what ranks pool of them, projections on G.
 
-One walk over the individual gradients of a bucket feeds everything that needs nothing pooled. Then its element-wise
-vectors are pooled, the mean gradient G among them; a second walk takes the projections on G. Where no quantity
-subtracts squares, G comes from autograd, is pooled at once, and one walk does. Where squared norms are subtracted,
-autograd's G serves, too, as long as its rounding is small against the variance: ranks see that from the same pooled
-numbers, and where it is not sum up again in float64.
+One walk over the individual gradients of a bucket gives its part of G, and feeds what needs nothing pooled. While the
+ranks add up its element-wise vectors, the next bucket is walked. Then a second walk takes the projections on G, the
+quantities reduce the sums of the bucket, and everything of it is freed.
+
+Autograd's sums serve as G where nothing is subtracted, and where squared norms are subtracted as long as their rounding
+is small against the variance. They are known without a walk, so that the second one does all. Ranks see from the same
+pooled numbers where they did not do, and there sum up again in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.gradients import kernels
-from distcockpit.gradients.rounding import RoundedNorms, doubtful, sums_over_sequences
+from distcockpit.gradients.factors import WHOLE, rows_of
+from distcockpit.gradients.rounding import Calls, RoundedNorms, calls_by_parameter, doubtful, sums_over_sequences
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
-from distcockpit.quantities.batch import ByParameter, Shard
-from distcockpit.tracking.exchanges import AVERAGED, MEAN, ROUNDING, SQUARES, Exchanges
+from distcockpit.quantities.batch import Averaged, BucketSums, Shard
+from distcockpit.tracking.exchanges import AVERAGED, MEAN, SQUARES, Exchanges, Pooled, elements
 from distcockpit.tracking.inputs import StepInputs
-from distcockpit.tracking.setup import Setup
+from distcockpit.tracking.reductions import Reductions
+from distcockpit.tracking.setup import Bucket, Setup
+
+
+@dataclass
+class StepSums:
+    """What buckets add up to."""
+
+    mean_squared: Tensor  # |G|^2, float64 [parameters]
+    projections: Tensor  # of this rank's individual gradients on G, float64 [B_r]
+    mean: dict[str, Tensor] = field(default_factory=dict)  # G, if all of it is wanted
+    part_of_mean: dict[str, Tensor] = field(default_factory=dict)  # this rank's part of it, likewise
 
 
 @dataclass(frozen=True)
-class BucketSums:
-    """What is known of a bucket when it was walked, by parameter; of all, when they are joined."""
+class _Begun:
+    """A bucket whose sums are on their way."""
 
-    part_of_mean: ByParameter  # this rank's part of G
-    mean: ByParameter  # G
-    mean_squared: Tensor  # |G|^2, float64 [parameters]
-    projections: Tensor  # of this rank's individual gradients on G, float64 [B_r]
-    averaged: ByParameter | None  # what autograd gave all ranks together, in its own scale
-    shard: Shard
-
-    @classmethod
-    def joined(cls, buckets: Sequence[BucketSums], names: Sequence[str]) -> BucketSums:
-        """Those of all buckets, in this order of the parameters."""
-        if len(buckets) == 1:
-            return buckets[0]
-
-        def join(parts: Sequence[ByParameter]) -> ByParameter:
-            every = {name: part for each in parts for name, part in each.items()}
-            return ByParameter({name: every[name] for name in names if name in every})
-
-        mean, shards = join([bucket.mean for bucket in buckets]), [bucket.shard for bucket in buckets]
-        walked = [name for bucket in buckets for name in bucket.mean]
-        averaged = [bucket.averaged for bucket in buckets if bucket.averaged is not None]
-        return cls(
-            join([bucket.part_of_mean for bucket in buckets]),
-            mean,
-            torch.cat([bucket.mean_squared for bucket in buckets])[[walked.index(name) for name in mean]],
-            torch.stack([bucket.projections for bucket in buckets]).sum(0),
-            join(averaged) if averaged else None,
-            Shard(
-                torch.cat([shard.mean for shard in shards]),
-                torch.cat([shard.squares for shard in shards]),
-                {kind: torch.cat([shard.curvature[kind] for shard in shards]) for kind in shards[0].curvature},
-            ),
-        )
+    rows: Bucket
+    own: dict[str, Tensor]  # this rank's part of G
+    exact: list[str]  # the parameters whose individual gradients were walked over
+    rounded: RoundedNorms  # for those of the others whose squared norms are summed
+    pooled: Pooled
 
 
 class BucketWalk:
@@ -77,6 +64,7 @@ class BucketWalk:
         statistics: Accumulators that need nothing pooled.
         norms: The one among them of squared norms, if there is one.
         local_n: B_r.
+        reductions: What quantities make of the sums of a bucket.
     """
 
     def __init__(
@@ -89,127 +77,221 @@ class BucketWalk:
         statistics: Sequence[Statistic],
         norms: SquaredNorms | None,
         local_n: int,
+        reductions: Reductions,
     ) -> None:
         self._setup, self._inputs, self._batches, self._exchanges = setup, inputs, batches, exchanges
         self._curvature, self._statistics, self._norms, self._local_n = curvature, statistics, norms, local_n
+        self._reductions = reductions
         self._values, self._n = inputs.header.state.every, inputs.header.totals.n
         active = inputs.active
-        self._projects = active.wants("projections")
+        self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
         self._subtracts_squares = active.subtracts_squares
-        self._takes_autograds = active.takes_autograds_sums and not setup.batch_statistics_are_constants
-
-    def walk(self) -> BucketSums:
-        """All buckets, one after the other."""
-        return BucketSums.joined([self._bucket(names) for names in self._setup.buckets], list(self._setup.tracked))
-
-    def _bucket(self, names: Sequence[str]) -> BucketSums:
-        """One bucket: its sums, their exchange, and projections on what is pooled."""
-        setup, exchanges = self._setup, self._exchanges
-        parameters = {name: self._values[name] for name in names}
-        summed = self._summed(parameters)
-        own = summed.part
-        vectors: dict[object, Sequence[Tensor]] = {
-            kind: [hs[name] for name in names] for kind, hs in self._curvature.items()
-        }
-        vectors |= {MEAN: list(own.values())}
-        vectors |= {} if summed.squares is None else {SQUARES: [summed.squares]}
-        if AVERAGED in exchanges.kinds:
-            vectors |= {AVERAGED: list(self._inputs.parameter_gradients.times(1, names).values())}
-        if ROUNDING in exchanges.kinds and self._norms is not None:
-            vectors |= {ROUNDING: [summed.rounded.pooled(name, self._norms) for name in names]}
-        pooled = exchanges.pool(names, vectors)
-        mean = ByParameter.of(pooled[MEAN], parameters) if MEAN in pooled else own
+        self._factor = None if setup.batch_statistics_are_constants else _factor_of_autograds(inputs)
+        self._calls: Calls = calls_by_parameter(batches) if self._subtracts_squares else {}
+        self._index = {name: k for k, name in enumerate(setup.tracked)}
         nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-        mean_squared = kernels.squared_norms(list(mean.values())) if mean else nothing
-        if ROUNDING in pooled and self._norms is not None:
-            again = doubtful(names, pooled[ROUNDING].view(-1, 3), mean_squared, self._n)
-            if again:
-                self.sum_exactly(again, own, mean)
-                mean_squared = kernels.squared_norms(list(mean.values()))
-        onto = [Projection(mean, self._local_n, in_double=True)] if self._projects else []
-        once_more = setup.memory_budget if self._inputs.keeps else 0
-        walk(self._batches, self._values, names, [*summed.left, *onto], setup.block_elements, once_more)
-        if not self._inputs.keeps:
-            for batch in self._batches:
-                batch.materialized.clear()
-        size = sum(p.numel() for p in parameters.values())
-        rank, ranks = setup.world.rank, setup.world.size
-        mine = slice(size * rank // ranks, size * (rank + 1) // ranks)
-        return BucketSums(
-            own,
-            mean,
-            mean_squared,
-            onto[0].values[0] if onto else nothing,
-            ByParameter.of(pooled[AVERAGED], parameters) if AVERAGED in pooled else None,
-            Shard(
-                mean=mean.flat[mine] if mean and pooled.keys() - {MEAN, ROUNDING, AVERAGED} else nothing,
-                squares=pooled.get(SQUARES, nothing)[mine],
-                curvature={kind: flat[mine] for kind, flat in pooled.items() if isinstance(kind, Curvature)},
-            ),
-        )
+        self._sums = StepSums(nothing.new_zeros(len(self._index)), nothing.new_zeros(local_n))
+        self._bounds = nothing.new_zeros(len(self._index), 3)
+        self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
+        self._room = setup.kept_bytes if inputs.keeps or self._projects else 0
 
-    def _summed(self, parameters: Mapping[str, Tensor]) -> _Summed:
-        """This rank's part of G, from autograd where its rounding may do; else in float64, in one walk with others."""
-        setup, inputs, norms = self._setup, self._inputs, self._norms
-        autograds, rounded = None, RoundedNorms({}, {})
-        if self._takes_autograds:
-            factors = sums_over_sequences(self._batches, list(parameters)) if self._subtracts_squares else {}
-            if factors or not self._subtracts_squares:
-                autograds = _autograds_sums(inputs, list(parameters))
-            if autograds is not None:
-                rounded = RoundedNorms(parameters, factors)
-        if autograds is not None and not self._subtracts_squares:
-            return _Summed(ByParameter(autograds), None, rounded, self._statistics)
-        exact = {name: p for name, p in parameters.items() if name not in rounded.values}
-        powers = PowerSums(exact) if SQUARES in self._exchanges.kinds else None
-        adding = powers or (GradientSum(exact) if MEAN in self._exchanges.kinds else None)
-        once_more = setup.memory_budget if inputs.keeps or self._projects else 0
-        all_exact = [*self._statistics, *([] if adding is None else [adding])]
-        once_more = walk(self._batches, self._values, list(exact), all_exact, setup.block_elements, once_more)
-        if norms is not None and rounded.values:
-            those = [rounded if statistic is norms else statistic for statistic in self._statistics]
-            walk(self._batches, self._values, list(rounded.values), those, setup.block_elements, once_more)
-            norms.replace(rounded)
+    def walk(self) -> StepSums:
+        """All buckets, one after the other."""
+        before: _Begun | None = None
+        for rows in self._setup.buckets:
+            begun = self._begin(rows)
+            if before is not None:
+                self._end(before)
+            before = begun
+        if before is not None:
+            self._end(before)
+        if self._exchanges.rounds and self._norms is not None:
+            self._sum_again(self._norms)
+        for onto in self._onto_rounded.values():
+            self._sums.projections += onto
+        return self._sums
+
+    # -- one bucket ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, rows: Bucket) -> _Begun:
+        """Sum up this rank's part, and send it."""
+        exchanges, inputs = self._exchanges, self._inputs
+        parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
+        factors = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
+        own = {
+            name: part
+            for name in (factors if self._subtracts_squares else rows)
+            if self._factor is not None
+            and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
+        }
+        rounds = self._subtracts_squares and exchanges.rounds
+        own = own if rounds or not self._subtracts_squares else {}
+        rounded = RoundedNorms(parameters, {name: factors[name] for name in own if rounds})
+        exact = [name for name in rows if name not in own]
+        there = {name: parameters[name] for name in exact}
+        adding: GradientSum | None = None
+        if SQUARES in exchanges.kinds:
+            adding = PowerSums(there, _first(rows))
+        elif MEAN in exchanges.kinds:
+            adding = GradientSum(there, _first(rows), in_double=self._subtracts_squares)
+        self._walk(exact, rows, [*self._statistics, *([] if adding is None else [adding])])
         if adding is not None:
             adding.flat.div_(self._n)
-        part = ByParameter({}) if adding is None else ByParameter.of(adding.flat, exact)
-        if autograds is not None:
-            part = ByParameter({name: part[name] if name in part else autograds[name] for name in autograds})
-        return _Summed(part, None if powers is None else powers.flat_squares, rounded, [])
+            own = {name: own[name] if name in own else adding.sums[name] for name in rows}
+        vectors: dict[object, Sequence[Tensor]] = {MEAN: list(own.values())}
+        vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in self._curvature.items()}
+        vectors |= {SQUARES: [adding.flat_squares]} if isinstance(adding, PowerSums) else {}
+        if AVERAGED in exchanges.kinds:
+            seen = [inputs.parameter_gradients.times(1, name, part) for name, part in rows.items()]
+            vectors |= {
+                AVERAGED: [
+                    torch.zeros_like(p) if g is None else g for g, p in zip(seen, parameters.values(), strict=True)
+                ]
+            }
+        return _Begun(rows, own, exact, rounded, exchanges.start(elements(self._values, rows), vectors))
 
-    def sum_exactly(self, names: Sequence[str], own: ByParameter, mean: ByParameter) -> None:
-        """Replace rounded sums with float64 sums over exactly the gradients that are squared."""
-        parameters = {name: self._values[name] for name in names}
-        self._exchanges.expect_more(sum(p.numel() for p in parameters.values()))
-        again, adding = SquaredNorms(parameters), GradientSum(parameters)
-        walk(self._batches, self._values, names, [again, adding], self._setup.block_elements)
-        assert self._norms is not None  # without them nothing is rounded
-        self._norms.replace(again)
-        pooled = ByParameter.of(self._exchanges.pool_more(adding.flat.div_(self._n)), parameters)
-        own.replace(adding.sums)
-        mean.replace(pooled)
+    def _end(self, begun: _Begun) -> None:
+        """Wait for the sums of all ranks, project on G, let the quantities see, and free everything."""
+        rows, own, inputs = begun.rows, begun.own, self._inputs
+        pooled = begun.pooled()
+        shapes = {name: rows_of(self._values[name], part).shape for name, part in rows.items()}
+        mean = cut(pooled[MEAN], shapes) if MEAN in pooled else own
+        squared = kernels.squared_norms(list(mean.values())) if mean else self._sums.mean_squared[:0]
+        for k, name in enumerate(mean):
+            self._sums.mean_squared[self._index[name]] += squared[k]
+        rest = [name for name in rows if name not in begun.exact]
+        those = [begun.rounded if each is self._norms and begun.rounded.values else each for each in self._statistics]
+        first = _first(rows)
+        if self._projects:
+            onto = Projection(mean, self._local_n, in_double=True, first=first)
+            self._walk(begun.exact, rows, [onto])
+            names = [[name] for name in rest]
+            apart = (
+                Projection({n: mean[n] for n in rest}, self._local_n, names, in_double=True, first=first)
+                if rest
+                else None
+            )
+            self._walk(rest, rows, [*those, *([] if apart is None else [apart])])
+            self._sums.projections += onto.values[0]
+            for name, values in zip(rest, [] if apart is None else apart.values, strict=True):
+                self._onto_rounded[name] = self._onto_rounded.get(name, 0) + values
+        else:
+            self._walk(rest, rows, those)
+        if begun.rounded.values and self._norms is not None:
+            self._norms.add(begun.rounded)
+            for name in begun.rounded.values:
+                self._bounds[self._index[name]] += begun.rounded.bounds(name)
+        self._reductions.see(self._bucket_sums(rows, mean, own, squared, pooled))
+        if self._keeps_all:
+            for name in mean:
+                for whole, some in ((self._sums.mean, mean[name]), (self._sums.part_of_mean, own[name])):
+                    whole[name] = torch.cat([whole[name], some]) if name in whole else some.clone()
+        for name, part in rows.items():
+            if part == WHOLE or part.stop == len(self._values[name]):
+                inputs.parameter_gradients.release(name)
+                for batch in () if inputs.keeps else self._batches:
+                    batch.materialized.pop(name, None)
+
+    def _bucket_sums(
+        self,
+        rows: Bucket,
+        mean: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        squared: Tensor,
+        pooled: Mapping[object, Tensor],
+    ) -> BucketSums:
+        setup, inputs, nothing = self._setup, self._inputs, self._sums.mean_squared[:0]
+        size, rank, ranks = sum(elements(self._values, rows).values()), setup.world.rank, setup.world.size
+        mine = slice(size * rank // ranks, size * (rank + 1) // ranks)
+        averaged: Averaged | None = None
+        if AVERAGED in pooled:
+            shapes = {name: rows_of(self._values[name], part).shape for name, part in rows.items()}
+            averaged = Averaged(
+                {name: inputs.parameter_gradients.added(name, part) for name, part in rows.items()},
+                cut(pooled[AVERAGED] / ranks, shapes),
+            )
+        flat = nothing
+        if mean and pooled.keys() - {MEAN, AVERAGED}:
+            flat = pooled[MEAN] if MEAN in pooled else torch.cat([g.double().reshape(-1) for g in mean.values()])
+        return BucketSums(
+            model=setup.facts,
+            step=inputs.step,
+            n=self._n,
+            local_n=self._local_n,
+            rank=rank,
+            world_size=ranks,
+            has_gradients=all(micro.has_gradients for micro in inputs.captured),
+            rows=rows,
+            mean=mean,
+            part_of_mean=own,
+            mean_squared=squared,
+            shard=Shard(
+                mean=flat[mine],
+                squares=pooled.get(SQUARES, nothing)[mine],
+                curvature={kind: values[mine] for kind, values in pooled.items() if isinstance(kind, Curvature)},
+            ),
+            averaged=averaged,
+        )
+
+    def _walk(self, names: Sequence[str], rows: Bucket, statistics: Sequence[Statistic]) -> None:
+        some = {name: rows[name] for name in names if rows[name] != WHOLE}
+        elements = self._setup.block_elements
+        self._room = walk(self._batches, self._values, names, statistics, elements, self._room, some)
+
+    # -- where autograd's sums did not do ------------------------------------------------------------------------------
+
+    def _sum_again(self, norms: SquaredNorms) -> None:
+        """Replace sums whose rounding is not small against the variance by sums in float64; all ranks do so alike."""
+        self._bounds[:, 0] = norms.flat
+        again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._sums.mean_squared, self._n)
+        places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
+        self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
+        for name in again:
+            norms.values[name].zero_()
+            self._sums.mean_squared[self._index[name]] = 0
+            self._onto_rounded.pop(name, None)
+        self._sums.mean = {name: mean for name, mean in self._sums.mean.items() if name not in again}
+        for name, part in places:
+            self.sum_exactly(name, part, norms)
+
+    def sum_exactly(self, name: str, part: slice, norms: SquaredNorms) -> None:
+        """Sum up over exactly the gradients that are squared."""
+        parameter, first = {name: rows_of(self._values[name], part)}, _first({name: part})
+        adding = GradientSum(parameter, first)
+        self._walk([name], {name: part}, [norms, adding])
+        mean = self._exchanges.pool_more(adding.flat.div_(self._n)).view(parameter[name].shape)
+        self._sums.mean_squared[self._index[name]] += kernels.squared_norm(mean)
+        if self._projects:
+            onto = Projection({name: mean}, self._local_n, in_double=True, first=first)
+            self._walk([name], {name: part}, [onto])
+            self._sums.projections += onto.values[0]
+        if self._keeps_all:
+            whole = self._sums.mean
+            whole[name] = torch.cat([whole[name], mean]) if name in whole else mean.clone()
 
 
-@dataclass(frozen=True)
-class _Summed:
-    """What the individual gradients of this rank add up to, in one bucket."""
-
-    part: ByParameter  # this rank's part of G
-    squares: Tensor | None  # sums of squared elements; flat, float64
-    rounded: RoundedNorms  # for parameters whose part of G is autograd's, when squares are summed
-    left: Sequence[Statistic]  # statistics not fed yet
+def _first(rows: Bucket) -> dict[str, int]:
+    return {name: part.start for name, part in rows.items() if part != WHOLE}
 
 
-def _autograds_sums(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor] | None:
-    """Return this rank's part of G from what arrived at the parameters, by name, in autograd's precision.
+def cut(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Cut a vector into tensors of these shapes, by name."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _factor_of_autograds(inputs: StepInputs) -> float | Tensor | None:
+    """Return what turns autograd's sums into this rank's part of G.
 
     ``None`` if that is not possible: several micro-batches with scales of their own were accumulated, or autograd
     rounds to less than float32.
     """
     totals, gradients = inputs.header.totals, inputs.parameter_gradients
     present = [micro for micro in inputs.captured if micro.batch_size]
+    if not inputs.active.takes_autograds_sums:
+        return None
     if not present:
-        return gradients.times(0, names)
+        return 0.0
     if (
         len(present) > 1
         or totals.is_mixed
@@ -218,5 +300,4 @@ def _autograds_sums(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tenso
         or any(use.before.autocast is not None for use in present[0].uses)
     ):
         return None
-    factor = present[0].scale.unscale * totals.samples_per_weight / totals.n
-    return gradients.times(factor if present[0].weight else 0, names)
+    return present[0].scale.unscale * totals.samples_per_weight / totals.n if present[0].weight else 0.0

@@ -106,7 +106,7 @@ class CheckedStep:
             return found
         self._check_losses_are_known(captured, seen=capture.objective.n_roots > 0)
         required = any(q.required for q in self._active.of_gradients)
-        seen = capture.parameter_gradients.gradients
+        seen = capture.parameter_gradients.signatures
         attributed = self._session.attribution.attribute(self._step, captured, seen, required=required)
         if attributed.problem:
             self._session.say_once("wrong", attributed.problem)

@@ -107,7 +107,7 @@ def load(session: Session, state: Mapping[str, Any]) -> None:
             kept = state["memory"].get(q.name, {})
         session.memories.restore(q, _kept(kept, device))
     if state["start"] is not None:
-        session.updates.begin(_started(session, state["start"], same_ranks))
+        session.updates.resume(_started(session, state["start"], same_ranks))
     if session.recorder is not None:
         session.userlog.restore([LogEntry(**entry) for entry in copy.deepcopy(state["log"])])
 
@@ -151,7 +151,7 @@ def _start(session: Session, start: Start) -> State:
     samples, norm = None, None
     if looks:
         # Training may go on, and the optimizer may step only afterwards: keep nothing of this.
-        fresh = dataclasses.replace(start, _displacement={})
+        fresh = dataclasses.replace(start, _displacement=[])
         update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
         norm = float(update.norm)
         samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}

@@ -2,78 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distcockpit.curvature.lanczos import LargestEigenvalue
+from distcockpit.gradients.factors import rows_of
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.clock import Clock
-from distcockpit.tracking.setup import Setup
+from distcockpit.tracking.setup import Bucket, Setup
 
 MEAN, SQUARES, AVERAGED = "(1/N) sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
-ROUNDING = "what bounds the rounding of sums"
+
+Pooled = Callable[[], Mapping[object, Tensor]]
+"""Waits for the totals of a bucket: flat, float64, by kind; on a single rank without the mean, which is its own."""
 
 
 class Exchanges:
-    """Those of one step: the element-wise vectors of each bucket in turn, then the word that eigenvalues begin.
+    """Those of one step: the element-wise vectors of each bucket in turn, what bounds their rounding, and eigenvalues.
 
     Args:
         setup: What all ranks agreed on.
         clock: Counts the time that this rank waits.
         active: The quantities of this step.
+        rounds: Whether any rank takes rounded sums where squares are subtracted.
     """
 
-    def __init__(self, setup: Setup, clock: Clock, active: Active) -> None:
+    def __init__(self, setup: Setup, clock: Clock, active: Active, *, rounds: bool) -> None:
         self._setup, self._clock = setup, clock
-        kinds: list[object] = [MEAN] if active.wants("mean_gradient", "projections") else []
+        kinds: list[object] = [MEAN] if active.wants_mean else []
         kinds += [SQUARES] if active.wants("squared_gradients") else []
         kinds += [AVERAGED] if active.wants("averaged") else []
         kinds += dict.fromkeys(active.needs[q.name].curvature for q in active.with_need("pooled_curvature"))
-        kinds += [ROUNDING] if active.takes_autograds_sums and active.subtracts_squares else []
         self.kinds = kinds  # in the order of the buffer
-        self._buckets = list(setup.buckets) if kinds else []  # whose vectors the others wait for
-        self._more = 0
+        self._buckets: list[Bucket] = list(setup.buckets) if kinds else []  # whose vectors the others wait for
+        self._in_flight: list[Callable[[], Tensor]] = []
+        self.rounds = rounds and active.takes_autograds_sums and active.subtracts_squares
+        self._bounds = [len(setup.tracked) * 3] if self.rounds else []  # sizes of what is still to be pooled
+        self._more: list[int] = []  # likewise
         self.eigenvalues: list[LargestEigenvalue] = active.each("eigenvalue")
         self._to_confirm = len(self.eigenvalues)
 
-    def pool(self, names: Sequence[str], vectors: Mapping[object, Sequence[Tensor]]) -> dict[object, Tensor]:
-        """Add the element-wise vectors of the next bucket over ranks.
+    def start(self, sizes: Mapping[str, int], vectors: Mapping[object, Sequence[Tensor]]) -> Pooled:
+        """Begin to add the element-wise vectors of the next bucket over ranks.
 
         Args:
-            names: The parameters of the bucket.
+            sizes: The parameters of the bucket, with their numbers of elements in it.
             vectors: By kind: one vector, or its parts in the order of the parameters.
-
-        Returns:
-            Flat totals, float64, by kind; on a single rank without the mean, which needs no exchange and no copy.
         """
         if not self.kinds:
-            return {}
+            return dict
         if self._setup.world.size == 1:
             parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in self.kinds if kind != MEAN}
-            return {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
-        sizes = [self._size(kind, names) for kind in self.kinds]
-        buffer = torch.empty(sum(sizes), dtype=torch.float64, device=self._setup.device)
+            alone = {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
+            return lambda: alone
+        size = sum(sizes.values())
+        buffer = torch.empty(size * len(self.kinds), dtype=torch.float64, device=self._setup.device)
         own = [part for kind in self.kinds for part in vectors[kind]]
         for place, part in zip(buffer.split([part.numel() for part in own]), own, strict=True):
             place.copy_(part.reshape(-1))
-        return dict(zip(self.kinds, self._pool(buffer).split(sizes), strict=True))
+        arrived = self._start(buffer)
 
-    def _size(self, kind: object, names: Sequence[str]) -> int:
-        return sum(3 if kind == ROUNDING else self._setup.tracked[name].numel() for name in names)
+        def wait() -> Mapping[object, Tensor]:
+            with self._clock.waiting():
+                total = arrived()
+            self._in_flight.remove(arrived)
+            return dict(zip(self.kinds, total.split(size), strict=True))
 
-    def _pool(self, buffer: Tensor) -> Tensor:
+        return wait
+
+    def _start(self, buffer: Tensor) -> Callable[[], Tensor]:
         del self._buckets[0]
-        return self._all_reduce(buffer)
+        arrived = self._setup.world.start_all_reduce(buffer)
+        self._in_flight.append(arrived)
+        return arrived
 
-    def expect_more(self, size: int) -> None:
-        """Announce that all ranks are about to pool one more vector, of this length."""
-        self._more = size
+    def pool_bounds(self, bounds: Tensor) -> Tensor:
+        """Add what bounds the rounding of sums over ranks: float64 ``[parameters, 3]``."""
+        self._bounds = []
+        return bounds if self._setup.world.size == 1 else self._all_reduce(bounds.flatten()).view(-1, 3)
+
+    def expect_more(self, sizes: Sequence[int]) -> None:
+        """Announce that all ranks are about to pool more vectors, of these lengths."""
+        self._more = list(sizes)
 
     def pool_more(self, vector: Tensor) -> Tensor:
-        """All-reduce that vector."""
-        self._more = 0
+        """All-reduce the next of these vectors."""
+        del self._more[0]
         return vector if self._setup.world.size == 1 else self._all_reduce(vector.clone())
 
     def confirm(self) -> None:
@@ -98,9 +114,18 @@ class Exchanges:
     def give_up(self) -> None:
         """Answer what the other ranks still wait for: send NaN, and report that this rank failed."""
         unknown = torch.full((), float("nan"), dtype=torch.float64, device=self._setup.device)
-        if self._more:
-            self.pool_more(unknown.repeat(self._more))
-        for names in list(self._buckets):
-            self._pool(unknown.repeat(sum(self._size(kind, names) for kind in self.kinds)))
+        for arrived in list(self._in_flight):
+            arrived()
+        if self._setup.world.size > 1:
+            for bucket in list(self._buckets):
+                size = sum(elements(self._setup.tracked, bucket).values())
+                self._start(unknown.repeat(size * len(self.kinds)))()
+            for size in (*self._bounds, *self._more):
+                self._all_reduce(unknown.repeat(size))
         if self._to_confirm:
             self._confirm(1.0)
+
+
+def elements(parameters: Mapping[str, Tensor], bucket: Bucket) -> dict[str, int]:
+    """Return how many elements of each parameter belong to a bucket."""
+    return {name: rows_of(parameters[name], rows).numel() for name, rows in bucket.items()}

@@ -15,6 +15,7 @@ from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
 from distcockpit.tracking.packed import Layout, pack
 from distcockpit.tracking.recorder import Result, Stamp
+from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.updates import Start
 from distcockpit.world import COMPARE, Pending, RankFailed, record_of
@@ -59,7 +60,10 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
         losses = next(iter(computed.seen.values())).known_losses
         kept = [micro.batch.what_is_needed() for micro in inputs.captured] if inputs.keeps else []
         displaced = starting.with_need("displacement")
-        session.updates.begin(Start(stamp, inputs.start_values, losses, inputs.header.state.scale, kept, displaced))
+        scale, keeps = inputs.header.state.scale, setup.may_copy_parameters
+        # The parameters are still what they were in the forward pass.
+        start = Start(stamp, {}, losses, scale, kept, displaced, None, inputs.written, keeps_displacement=keeps)
+        session.updates.begin(start, inputs.start_values)
 
 
 @dataclass
@@ -90,13 +94,16 @@ def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agr
         for name in names:
             computed.sums.update({part: unknown.expand(shape) for part, shape in agreed.by_owner.get(name, ())})
 
+    reductions = Reductions(inputs.active.reducing, session.memories)
     try:
-        computed.seen = local_batches(session, inputs)
+        computed.seen = local_batches(session, inputs, reductions)
     except Exception as error:
         give_up([q.name for q in rows], error)
         return computed
     for q in rows:
         try:
+            if q.name in reductions.failed:
+                raise reductions.failed[q.name]
             parts = q.local(computed.seen[q.name], session.memories.of(q))
             own = {
                 f"{q.name}/{k}": torch.as_tensor(v, dtype=torch.float64, device=device)

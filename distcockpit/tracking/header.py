@@ -27,6 +27,7 @@ class BatchTotals:
     is_mixed: bool = False  # whether ranks differentiate different combinations of losses
     owns: Sequence[float] = ()  # the factors of the ranks' means, if they differ
     is_sum: bool = False  # whether the sum over samples is divided by nothing, on any rank
+    rounds: bool = False  # whether any rank may take autograd's rounded sums where squares are subtracted
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, float]]) -> BatchTotals:
@@ -40,6 +41,7 @@ class BatchTotals:
             not alike([r["mix"] for r in present]) or any(math.isinf(r["mix"]) for r in present),
             () if same else [r["own"] for r in present],
             is_sum,
+            any(r["rounds"] for r in records),
         )
 
     @property

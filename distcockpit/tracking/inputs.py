@@ -46,8 +46,9 @@ class StepInputs:
     starting: Active  # those of them that have a row starting here
     update: Update | None  # the update that ended here
     curvatures: LocalCurvature  # of this rank's micro-batches
-    start_values: Mapping[str, Tensor] | None  # copies of the parameters, for an update that starts here
+    start_values: Mapping[str, Tensor] | None  # the parameters, if they are to be copied for an update that starts here
     times: Callable[[], Times]
+    written: bool = False  # whether a parameter that is not tracked was written to inside the step
 
     @property
     def keeps(self) -> bool:

@@ -11,28 +11,37 @@ from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
-from distcockpit.quantities.batch import Averaged, ByParameter, LocalBatch
+from distcockpit.quantities.batch import LocalBatch
 from distcockpit.tracking.buckets import BucketWalk
 from distcockpit.tracking.exchanges import Exchanges
 from distcockpit.tracking.inputs import StepInputs
+from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.session import Session
 
 
-def local_batches(session: Session, inputs: StepInputs) -> dict[str, LocalBatch]:
+def local_batches(session: Session, inputs: StepInputs, reductions: Reductions) -> dict[str, LocalBatch]:
     """Compute what each active quantity sees, by name.
+
+    Args:
+        session: This rank's side of the run.
+        inputs: This rank's side of the step.
+        reductions: What quantities make of the sums of each bucket.
 
     Raises:
         Exception: Whatever went wrong on this rank; no other rank is left waiting.
     """
-    exchanges = Exchanges(session.setup, session.clock, inputs.active)
+    rounds = inputs.header.totals.rounds
+    exchanges = Exchanges(session.setup, session.clock, inputs.active, rounds=rounds)
     try:
-        return _local_batches(session, inputs, exchanges)
+        return _local_batches(session, inputs, exchanges, reductions)
     except Exception:
         exchanges.give_up()
         raise
 
 
-def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -> dict[str, LocalBatch]:
+def _local_batches(
+    session: Session, inputs: StepInputs, exchanges: Exchanges, reductions: Reductions
+) -> dict[str, LocalBatch]:
     setup, step, active, update = session.setup, inputs.step, inputs.active, inputs.update
     totals, state, captured = inputs.header.totals, inputs.header.state, inputs.captured
     batches = [micro.scaled(totals.samples_per_weight, totals.n) for micro in captured]
@@ -52,7 +61,7 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
         slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
     statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
     statistics += [statistic for each in wanted.values() for statistic in each.values()]
-    sums = BucketWalk(setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses)).walk()
+    sums = BucketWalk(setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses), reductions).walk()
     if update is not None and slopes is not None:
         update = update.ending(slopes.values / update.norm)
     batch = LocalBatch(
@@ -70,12 +79,12 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
         every_parameter=state.every,
         initial=session.initial,
         statistics={},
-        mean_gradient=sums.mean,
-        part_of_mean=sums.part_of_mean,
+        reduced={},
+        mean_gradient={name: sums.mean[name] for name in parameters if name in sums.mean},
+        part_of_mean={name: sums.part_of_mean[name] for name in parameters if name in sums.part_of_mean},
         mean_squared=sums.mean_squared,
         squared_norms=nothing if norms is None else norms.flat,
         projections=sums.projections,
-        shard=sums.shard,
         observed=[],
         sizes={},
         output_gradients=_output_gradients(batches, setup.facts.leaves),
@@ -85,15 +94,14 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
         eigenvalues=_eigenvalues(session, inputs, exchanges),
         update=None,
         learning_rates=state.learning_rates,
-        averaged=None
-        if sums.averaged is None
-        else _averaged(inputs, parameters, sums.averaged.flat / setup.world.size),
+        scale_of_grad=_scale_of_grad(inputs, setup.device),
         times=inputs.times(),
     )
     return {
         q.name: batch.for_quantity(
             active.needs[q.name],
             statistics=wanted[q.name],
+            reduced=reductions.of(q),
             observed=observed(captured, q.name),
             sizes=session.agreements.sizes_of(q.name),
             update=update if q.starts(step - 1) else None,
@@ -102,21 +110,11 @@ def _local_batches(session: Session, inputs: StepInputs, exchanges: Exchanges) -
     }
 
 
-def _averaged(inputs: StepInputs, parameters: Mapping[str, Tensor], plain: Tensor) -> Averaged:
-    """Return what the step left in ``.grad``, along with the plain average.
-
-    Args:
-        inputs: This rank's side of the step.
-        parameters: The tracked parameters.
-        plain: The mean over ranks of the gradients that arrived.
-    """
-    held = [inputs.parameter_gradients.added(name).reshape(-1) for name in inputs.parameter_gradients.left]
-    nothing = torch.zeros((), dtype=torch.float64, device=plain.device)
+def _scale_of_grad(inputs: StepInputs, device: torch.device) -> Tensor:
+    """Return this rank's part of what ``.grad`` is to be divided by, to be in units of G."""
     own = [micro for micro in inputs.captured if micro.weight]
-    parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=plain.device).double() for micro in own]
-    factor = torch.stack([nothing, *parts]).sum()
-    flat = torch.cat(held) if held else torch.zeros_like(plain)
-    return Averaged(ByParameter.of(flat, parameters), ByParameter.of(plain, parameters), factor)
+    parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=device).double() for micro in own]
+    return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *parts]).sum()
 
 
 def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> dict[LargestEigenvalue, Eigenvalue]:

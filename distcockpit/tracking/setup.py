@@ -11,12 +11,19 @@ from torch import Tensor, nn
 
 from distcockpit.capture.layers import ACTIVATIONS, find_layers, is_unit
 from distcockpit.capture.wrapped import has_children
+from distcockpit.gradients.factors import WHOLE
 from distcockpit.gradients.uses import Layer, label
-from distcockpit.gradients.walk import BLOCK_ELEMENTS
+from distcockpit.gradients.walk import BLOCK_ELEMENTS, even_pieces
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.replay.batch_norms import Modules, batchnorms, training
 from distcockpit.world import World
+
+Bucket = dict[str, slice]
+"""Parameters, each with the rows that belong to the bucket."""
+
+MOST_ELEMENTS, FEWEST_ELEMENTS = 1 << 21, 1 << 16
+"""Of a bucket: 16 MiB in float64, which an exchange and a cache like, and what a tiny budget does not go below."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Setup:
     track_batchnorm: bool
     batch_dim: int
     slow_routes: bool  # whether parameters may take a slow route
-    memory_budget: int  # bytes for a block of individual gradients, and for those kept for the next walk
+    memory_budget: int  # bytes for buckets, blocks of individual gradients, and those kept for the next walk
     grad_scaler: torch.amp.GradScaler | None
     optimizers: Mapping[str, torch.optim.Optimizer]  # by name; a single one has an empty name
     raise_errors: bool  # whether environment faults raise at the next step
@@ -57,9 +64,25 @@ class Setup:
         return dict(self.bare.named_parameters())
 
     @cached_property
-    def buckets(self) -> list[list[str]]:
-        """Names of the tracked parameters, those together whose sums are exchanged together, as DDP's buckets are."""
-        return buckets(self.tracked)
+    def buckets(self) -> list[Bucket]:
+        """The tracked parameters, those together whose sums are exchanged together, as DDP's buckets are."""
+        elements = min(MOST_ELEMENTS, self.memory_budget // 128)  # in float64, several vectors of two buckets at a time
+        return buckets(self.tracked, max(FEWEST_ELEMENTS, elements))
+
+    @property
+    def sums_are_in_grad(self) -> bool:
+        """True if nobody averages what autograd leaves in ``.grad``, so that it needs no copy."""
+        return self.world.size == 1 and not self.wrappers
+
+    @cached_property
+    def may_copy_parameters(self) -> bool:
+        """True if copies of all parameters, or gradients, fit into the memory; else they are there bucket by bucket."""
+        return sum(p.numel() * p.element_size() for p in self.tracked.values()) <= self.memory_budget // 4
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of formed individual gradients that may be kept for the next walk."""
+        return self.memory_budget // 4
 
     def forget_parameters(self) -> None:
         """Drop the cached parameters, because the model now holds different ones."""
@@ -75,7 +98,7 @@ class Setup:
     def block_elements(self) -> int:
         """Number of elements of a block: blocks that exceed a cache do not pay off."""
         size = max(p.element_size() for p in self.tracked.values())
-        return min(BLOCK_ELEMENTS, self.memory_budget // size)
+        return min(BLOCK_ELEMENTS, self.memory_budget // 4 // size)
 
     @property
     def batch_statistics_are_constants(self) -> bool:
@@ -134,9 +157,28 @@ class Setup:
         return None if self.grad_scaler is None else self.grad_scaler.get_scale()
 
 
-def buckets(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """The parameters as one bucket."""
-    return [list(parameters)]
+def buckets(parameters: Mapping[str, Tensor], elements: int) -> list[Bucket]:
+    """Deal out parameters, in their order, to buckets of at most so many elements; larger ones by their rows.
+
+    Args:
+        parameters: By name.
+        elements: The most that a bucket holds, unless a single row has more.
+    """
+    found: list[Bucket] = [{}]
+    room = elements
+    for name, parameter in parameters.items():
+        size = parameter.numel()
+        if size > elements and len(parameter) > 1:
+            parts = even_pieces(len(parameter), elements // (size // len(parameter)))
+            found += [{name: part} for part in parts]
+            room = 0
+            continue
+        if size > room and found[-1]:
+            found.append({})
+            room = elements
+        found[-1][name] = WHOLE
+        room -= size
+    return [bucket for bucket in found if bucket] or [{}]
 
 
 def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,10 @@ from torch import Tensor
 from distcockpit.capture.capture import Capture, undisturbed
 from distcockpit.capture.eager import eagerly
 from distcockpit.capture.layers import problem_of_batchnorm
-from distcockpit.losses.captured import KnownLoss
+from distcockpit.capture.parameter_gradients import ParameterGradients
+from distcockpit.gradients.factors import WHOLE
+from distcockpit.gradients.rounding import calls_by_parameter, sums_over_sequences
+from distcockpit.losses.captured import CapturedMicroBatch, KnownLoss
 from distcockpit.quantities.batch import Update
 from distcockpit.replay.batch_norms import training
 from distcockpit.tracking.active import Active
@@ -48,7 +52,6 @@ class TrackedStep:
         self._weight, self._batch_size = weight, batch_size
         self._active = Active([])
         self._ending: tuple[Update | None, Stamp | None] = None, None
-        self._values: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
         self._capture: Capture | None = None
         self._fault: BaseException | None = None  # why the step is not tracked
@@ -144,9 +147,7 @@ class TrackedStep:
         resumes, scale = session.resumes_at(self._step), setup.loss_scale()
         self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
-        if session.updates.needs_values(self._starting):
-            self._values = {name: p.detach().clone() for name, p in setup.every.items()}
-        self._versions = {name: p._version for name, p in setup.tracked.items()}
+        self._versions = {name: p._version for name, p in setup.every.items()}
         leaves = setup.facts.leaves
         observers = {
             q.name: (q.observe, frozenset(q.observed_layers(leaves))) for q in self._starting.with_need("outputs")
@@ -154,8 +155,10 @@ class TrackedStep:
         gradients = self._active.wants("output_gradients")
         norms = {path for path, _ in training(setup.batchnorms)}
         everything = gradients or bool(observers)
-        if self._active.takes_autograds_sums or self._active.wants("averaged"):
-            watched = setup.tracked
+        wants_sums = self._active.takes_autograds_sums or self._active.wants("averaged")
+        summed = setup.tracked if wants_sums and (setup.sums_are_in_grad or setup.may_copy_parameters) else {}
+        if self._active.wants("averaged"):
+            summed = setup.tracked
         self._capture = Capture(
             setup.bare,
             [layer for layer in attribution.cover.layers if everything or layer.parameters or layer.path in norms],
@@ -165,9 +168,14 @@ class TrackedStep:
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
-            watch=watched,
+            parameter_gradients=ParameterGradients(
+                {name: p for name, p in setup.tracked.items() if name in watched or name in summed},
+                checked=watched,
+                summed=summed,
+                in_grad=setup.sums_are_in_grad and not self._active.wants("averaged"),
+                keep_left=self._active.wants("averaged"),
+            ),
             wrappers=setup.wrappers,
-            keep_left=self._active.wants("averaged"),
             settled=self._settled,
             goes_on=self._settled or not session.is_by_hand,
             tracked=setup.tracked,
@@ -203,7 +211,8 @@ class TrackedStep:
             setup.world.refuse(record_of(TRACK, self._step))
             raise
         try:
-            found = self._checked.micro_batches(capture, self._versions, self._mixing)
+            versions = {name: version for name, version in self._versions.items() if name in setup.tracked}
+            found = self._checked.micro_batches(capture, versions, self._mixing)
             captured = found.captured
             curvatures = self._checked.curvatures(captured)
             sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
@@ -219,6 +228,7 @@ class TrackedStep:
                 own=found.own,
                 coefficient=found.coefficient,
                 mix=found.mix,
+                rounds=float(self._rounds(captured)),
             )
         except RankFailed as error:
             raise _NotTracked from error
@@ -234,8 +244,9 @@ class TrackedStep:
             self._starting,
             update,
             curvatures,
-            self._values,
+            setup.every if session.updates.needs_values(self._starting) else None,
             lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
+            any(setup.every[name]._version != version for name, version in self._versions.items()),
         )
         try:
             finish(session, inputs, Stamp(self._step, self._epoch, time.time(), header.totals.n), start_stamp)
@@ -245,6 +256,13 @@ class TrackedStep:
             session.failed()
             raise
         session.finished()
+
+    def _rounds(self, captured: Sequence[CapturedMicroBatch]) -> bool:
+        """True if autograd's sums may serve on this rank where squared norms are subtracted."""
+        if not (self._active.takes_autograds_sums and self._active.subtracts_squares):
+            return False
+        rows = dict.fromkeys(self._setup.tracked, WHOLE)
+        return bool(sums_over_sequences(calls_by_parameter([micro.batch for micro in captured]), rows))
 
     def _header(self, batch_size: int, **numbers: float) -> Header:
         """The first exchange."""

@@ -17,7 +17,7 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Update, difference
+from distcockpit.quantities.batch import Differences, Update
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.memories import Memories
 from distcockpit.tracking.packed import Layout, pack
@@ -39,18 +39,23 @@ class Start:
     slopes: Tensor | None = None  # in a resumed run: slopes of this rank's samples along the parts of the update [K, B]
     inputs_were_changed: bool = False  # in a resumed run: whether inputs had changed when it was saved
     norm: float | None = None  # in a resumed run: the length of the update that the slopes belong to
-    _displacement: dict[str, Tensor] = field(default_factory=dict)
+    keeps_displacement: bool = False  # whether there is memory for it
+    versions: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)  # of parameters without a copy
+    _displacement: list[Differences] = field(default_factory=list)
 
     @property
     def inputs_changed(self) -> bool:
         """True if a kept input was overwritten."""
-        return self.inputs_were_changed or any(use.inputs_changed for batch in self.batches for use in batch.uses)
+        written = any(tensor._version != version for tensor, version in self.versions.values())
+        uses = (use for batch in self.batches for use in batch.uses)
+        return self.inputs_were_changed or written or any(use.inputs_changed for use in uses)
 
-    def displacement(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def displacement(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the optimizer's step, by parameter; call it once the optimizer has stepped."""
         if not self._displacement:
-            self._displacement.update({name: difference(p, self.values[name]) for name, p in parameters.items()})
-        return self._displacement
+            before = {name: self.values[name] for name in parameters}
+            self._displacement.append(Differences(parameters, before, keep=self.keeps_displacement))
+        return self._displacement[0]
 
     def project(
         self,
@@ -68,7 +73,7 @@ class Start:
             block_elements: See `walk`.
         """
         direction = self.displacement(parameters)
-        squares = kernels.squared_norms(list(direction.values()))
+        squares = torch.stack([kernels.squared_norm(direction[name]) for name in direction])
         norm = squares.sum().sqrt()
         names = list(direction)
         each = [norm] if len(parts) == 1 else [squares[[names.index(n) for n in part]].sum().sqrt() for part in parts]
@@ -118,6 +123,8 @@ class Updates:
         self._setup, self._memories = setup, memories
         self._recorder, self._notices = recorder, notices
         self._start: Start | None = None
+        self._spare: Mapping[str, Tensor] = {}  # copies of parameters that are not needed any more
+        self._moving: set[str] = set()  # parameters that are not trained, but change all the same
         self._cut: Stamp | None = None  # of an update during which the model changed
 
     @property
@@ -133,8 +140,26 @@ class Updates:
         """Adopt a changed model, which nothing from before compares with."""
         self._setup, self._memories, self._start = setup, memories, None
 
-    def begin(self, start: Start) -> None:
-        """Start an update."""
+    def begin(self, start: Start, parameters: Mapping[str, Tensor]) -> None:
+        """Start an update.
+
+        Args:
+            start: What is kept of the step.
+            parameters: As they are before the update. They are copied, into the memory of the copies that the latest
+                update needed, but not those that are not trained.
+        """
+        values, versions = {}, {}
+        for name, p in parameters.items():
+            if not (p.requires_grad or name in self._moving):
+                values[name], versions[name] = p.detach(), (p, p._version)
+                continue
+            spare = self._spare.get(name)
+            fits = spare is not None and spare.dtype == p.dtype and spare.shape == p.shape and spare.device == p.device
+            values[name] = spare.copy_(p.detach()) if spare is not None and fits else p.detach().clone()
+        self._start, self._spare = replace(start, values=values, versions=versions), {}
+
+    def resume(self, start: Start) -> None:
+        """Go on with an update that began in an earlier part of the run."""
         self._start = start
 
     def forget(self) -> None:
@@ -143,7 +168,7 @@ class Updates:
 
     def take_back(self, start: Start | None) -> None:
         """Restore an update whose last step may be repeated; its displacement has already been recorded."""
-        self._start = None if start is None else replace(start, displaced=(), _displacement={})
+        self._start = None if start is None else replace(start, displaced=(), _displacement=[])
 
     def finish(self, step: int, now: Mapping[str, Tensor] | None = None, *, is_as_it_was: bool = True) -> Start | None:
         """Take the start of the update that is complete at the beginning of ``step``, and record its displacement.
@@ -160,6 +185,8 @@ class Updates:
         self._cut = None
         if start is None:
             return None
+        self._spare = start.values
+        self._moving |= {name for name, (p, version) in start.versions.items() if p._version != version}
         if not is_as_it_was:
             self._cut = start.stamp
             return None

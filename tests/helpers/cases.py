@@ -119,6 +119,19 @@ class EvalBatchNorm(nn.Sequential):
         return self
 
 
+class Tied(nn.Module):
+    """Tokens whose embedding is the head as well, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(7, 6), nn.Linear(6, 6)
+        self.back = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.body(self.tokens(x))) @ self.back
+        return F.linear(z, self.tokens.weight)[..., :5].transpose(1, 2)
+
+
 class Deep(nn.Module):
     """A part in the middle that may be checkpointed: ``checkpoint`` holds whether reentrantly."""
 
@@ -140,6 +153,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": Deep,
     "cnn": cnn,
     "tokens": tokens,
+    "tied": Tied,
     "attention": Attention,
     "reused": Reused,
     "scaled": Scaled,
@@ -186,7 +200,7 @@ def data(model: str, loss: str, step: int, n: int = N) -> tuple[Tensor, Tensor]:
     y = y[torch.randperm(n, generator=generator)]
     if LOSSES[loss].target == "real":
         y = torch.randn(n, 5, generator=generator)
-    if model == "tokens":
+    if model in ("tokens", "tied"):
         x = torch.randint(0, 7, (n, 4), generator=generator)
         y = torch.randint(0, 5, (n, 4), generator=generator)
         y[torch.rand(n, 4, generator=generator) < 0.3] = -100

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every
 from distcockpit import quantities as q
+from distcockpit.gradients.factors import WHOLE
+from distcockpit.tracking import setup
 
 SHARDINGS = {
     "one": [24],
@@ -91,6 +93,7 @@ class Spec:
     ddp: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     buckets: int = 1  # parameters are dealt out to as many
+    elements: int = 0  # or to buckets of at most so many, some rows of a parameter at a time
 
 
 def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -120,9 +123,14 @@ def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
 def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
 
-    def deal(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    real = setup.buckets
+
+    def deal(parameters: Mapping[str, Tensor], elements: int) -> list[setup.Bucket]:
+        if spec.elements:
+            return real(parameters, spec.elements)
         names = list(parameters)
-        return [names[k :: spec.buckets] for k in range(min(spec.buckets, len(names)))]
+        dealt = [names[k :: spec.buckets] for k in range(min(spec.buckets, len(names)))]
+        return [dict.fromkeys(each, WHOLE) for each in dealt]
 
     with mock.patch("distcockpit.tracking.setup.buckets", deal):
         return _train(rank, size, group, spec, curvature)

@@ -155,14 +155,17 @@ def test_panel(ranks: Ranks, tmp_path: Path, model: str, optimizer: str, shardin
     check(spec, *run(ranks, spec))
 
 
-@pytest.mark.parametrize("buckets", [3, 100])
+BUCKETS = {"3": {"buckets": 3}, "each": {"buckets": 100}, "rows": {"elements": 20}}
+
+
+@pytest.mark.parametrize("how", BUCKETS)
 @pytest.mark.parametrize("sharding", ["one", "uneven 4", "empty rank"])
-@pytest.mark.parametrize("model, loss", [("cnn", "mean"), ("tokens", "token_mean")])
-def test_buckets(ranks: Ranks, tmp_path: Path, model: str, loss: str, sharding: str, buckets: int) -> None:
-    """Layers whose weight and bias are walked apart, in an order that is not that of the model."""
+@pytest.mark.parametrize("model, loss", [("cnn", "mean"), ("tokens", "token_mean"), ("tied", "token_mean")])
+def test_buckets(ranks: Ranks, tmp_path: Path, model: str, loss: str, sharding: str, how: str) -> None:
+    """Layers whose weight and bias are walked apart, in an order that is not that of the model; some rows at a time."""
     loss = "sum" if (loss, sharding) == ("mean", "empty rank") else loss
-    spec = Spec(str(tmp_path / "run.zarr"), model, loss, "sgd", tuple(SHARDINGS[sharding]), buckets=buckets)
-    curvature = model == "cnn" and buckets == 3
+    spec = Spec(str(tmp_path / "run.zarr"), model, loss, "sgd", tuple(SHARDINGS[sharding]), **BUCKETS[how])
+    curvature = model == "cnn" and how != "each"
     check(spec, *run(ranks, spec, curvature), curvature=curvature)
 
 
