@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distcockpit.capture.backward_passes import BackwardPasses
@@ -88,6 +89,7 @@ class Capture:
         loss: What is known about the loss from outside.
         axes: The batch axes.
         thorough: Whether to check that the forward pass does not write to parameters.
+        keeps_calls: Whether the calls are kept that individual gradients are computed from.
         output_gradients: Whether gradients are kept at the outputs of all layers, or only of those with parameters.
         observers: What to keep of the outputs of leaf modules, by name.
         batch_size: The batch size given by the user, overriding the batch axis of the first tensor.
@@ -107,6 +109,7 @@ class Capture:
         axes: BatchAxes,
         *,
         thorough: bool = False,
+        keeps_calls: bool = True,
         output_gradients: bool = True,
         observers: Mapping[str, Observer] | None = None,
         batch_size: int | None = None,
@@ -119,7 +122,7 @@ class Capture:
     ) -> None:
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
-        self._batch_size = batch_size
+        self._batch_size, self._keeps_calls = batch_size, keeps_calls
         self.parameter_gradients = parameter_gradients or ParameterGradients({})
         self._copies, self._own, self._wrappers = copies, OwnCopies(), wrappers
         self.fault: Exception | None = None  # what went wrong, if that does not end the run
@@ -138,6 +141,7 @@ class Capture:
         self.objective = Objective(self._passes, axes.of_terms, thorough, tracked or {})
         self._is_loops, self._steps_away = tracked is not None, 0
         self._outputs = OutputsOfCalls()
+        self.edges: list[GradientEdge] = []  # in a second pass, where the outputs of calls are in the graph
         self._loop = LoopWatch(self._see_in_loop, self._differentiates)
         self._kept = Kept()
         self._before: dict[int, _Before] = {}
@@ -164,7 +168,7 @@ class Capture:
         for layer in self._layers:
             if layer.module is self._functions:
                 continue
-            if layer.parameters:
+            if layer.parameters and self._keeps_calls:
                 keep(
                     layer.module.register_forward_pre_hook(
                         Hook(self._enter_rerun_layer), with_kwargs=True, prepend=True
@@ -208,6 +212,8 @@ class Capture:
         garbage collection. A call in another thread may still reach a hook.
         """
         self.fault = self.fault or RuntimeError("The step has ended.")
+        for forward in vars(self).get("_passes", ()):
+            forward.reductions.clear()  # each of which knows its pass
         for name in vars(self).keys() - {"fault", "_calls", "_late", "_loop", "_open", "_steps_away", "_thread"}:
             delattr(self, name)
 
@@ -391,7 +397,10 @@ class Capture:
         for position, tensor in enumerate(tensors(output)):
             if tensor.requires_grad:
                 source, view = (tensor, None) if aliased else owned_memory(tensor, tensors((args, forward.kwargs)))
-                self._on_gradient(source, collector(adder(forward.output_gradients, position), view))
+                add = adder(forward.output_gradients, position)
+                if not self._keeps_calls:  # nothing is run again from there
+                    add = _without_values(add)
+                self._on_gradient(source, collector(add, view))
         return output
 
     @_harmless
@@ -542,7 +551,7 @@ class Capture:
             self._pass.uses.append(use)
             self.objective.mark(output, self._pass)
             self._observe(use, output)
-            if not (layer.parameters or self._output_gradients):
+            if not (layer.parameters and self._keeps_calls or self._output_gradients):
                 return
             self._receive(use, output, tensors((args, kwargs)), self._pass.uses)
 
@@ -559,6 +568,9 @@ class Capture:
         call = forward.calls[key]
         forward.calls[key] += 1
         if not any(leaf.requires_grad for leaf in tensors(output)):
+            return
+        if not self._keeps_calls:
+            self.objective.mark(output, forward)
             return
         form = closed_form(recording, given, output)
         names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names
@@ -645,7 +657,9 @@ class Capture:
                     self._backward_passes.reach(of)
 
         self._handles.append(tensor.register_hook(functools.partial(hook, self)))
-        if isinstance(of, Use) and self._is_loops and self.objective.may_split:
+        if isinstance(of, Use) and not self._is_loops:
+            self.edges.append(get_gradient_edge(tensor))
+        elif isinstance(of, Use) and self.objective.may_split:
             self._outputs.keep(tensor, receive, of)
 
     def uses(self) -> list[Use]:
@@ -719,6 +733,11 @@ class _Before:
     snapshot: Snapshot
     kept: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[tuple[Tensor, int]]
+
+
+def _without_values(add: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a receiver that only notes that a gradient arrived."""
+    return lambda gradient: add(gradient.new_zeros(()))
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,15 +101,13 @@ def _mixed_up(
             [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
         )
         uses = [use for micro in again.micros for one in micro.passes for use in one.uses]
-        served = [[model.get_parameter(name) for name in use.layer.parameters.values()] for use in uses]
-        # Gradients reach every use on their way to the smallest of its parameters.
-        leaves = [*inputs, *{id(p): p for some in served if some for p in [min(some, key=Tensor.numel)]}.values()]
+        ends: Any = [*inputs, *again.edges]  # and no weights, whose gradients would take as much memory as they do
         for loud in _parts(n):
             for use in uses:
                 use.output_gradients.clear()
             masked = [_without(~loud, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
-            at_leaves = torch.autograd.grad(starts, leaves, masked, allow_unused=True, retain_graph=True)
-            for gradient in at_leaves[: len(inputs)]:
+            arrived_at = torch.autograd.grad(starts, ends, masked, allow_unused=True, retain_graph=True)
+            for gradient in arrived_at[: len(inputs)]:
                 mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
             for use in uses:
                 rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]

@@ -206,7 +206,7 @@ class CapturedMicroBatch:
                 if key not in done:  # never in place: it may be somebody else's
                     done[key] = gradient * factor if factor else torch.zeros_like(gradient)
                 use.output_gradients[position] = done[key]
-            use.found.clear()
+            use.found.pop("sequences", None)  # views of what they were before
         if self.weight and self.batch_size:
             part = self.beside.unscale * self.beside.part(n)
             for name, gradient in self.beside.gradients.items():

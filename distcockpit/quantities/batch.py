@@ -43,6 +43,7 @@ class Needs:
         outputs: Outputs of the leaf modules, via :meth:`Quantity.observe`.
         output_sizes: Sums whose length depends on outputs, via :meth:`Quantity.sizes`.
         output_gradients: Gradients at the outputs of all leaf modules.
+        backward: Gradients at the outputs of calls with parameters, in backward order.
         update: The optimizer step that began at the previous tracked step, as seen from the batches at both ends.
         displacement: The optimizer step itself, via :meth:`Quantity.displacement`.
         initial: The parameters at the first call of `track`, on rank 0.
@@ -66,6 +67,7 @@ class Needs:
     outputs: bool = False
     output_sizes: bool = False
     output_gradients: bool = False
+    backward: bool = False
     update: bool = False
     displacement: bool = False
     initial: bool = False
@@ -259,6 +261,7 @@ ASKED_FOR = {
     "projections": ("projections",),
     "observed": ("outputs",),
     "output_gradients": ("output_gradients",),
+    "backward": ("backward",),
     "curvature": ("curvature",),
     "traces": ("trace",),
     "eigenvalues": ("eigenvalue",),

@@ -46,7 +46,7 @@ class RankHealth(Quantity):
     @property
     def needs(self) -> Needs:
         """Outputs, and this rank's gradients."""
-        return Needs(outputs=True, bucket_sums=True)
+        return Needs(outputs=True, bucket_sums=True, backward=True)
 
     def group(self, model: Model) -> Group:
         """Counts, layers and times per rank."""

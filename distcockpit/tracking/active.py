@@ -86,6 +86,13 @@ class Active:
         return [q for q in self.quantities if any(getattr(self.needs[q.name], need) for need in needs)]
 
     @cached_property
+    def wants_calls(self) -> bool:
+        """True if any of them needs individual gradients, and not just their sum."""
+        own = any(type(q).statistics is not Quantity.statistics for q in self.quantities)
+        needs = ("squared_norms", "projections", "squared_gradients", "update", "backward")
+        return own or self.wants(*needs, "curvature", "trace", "eigenvalue")
+
+    @cached_property
     def subtracts_squares(self) -> bool:
         """True if any of them computes a variance as a difference of a sum of squares and a squared sum."""
         return self.wants("squared_norms", "squared_gradients")

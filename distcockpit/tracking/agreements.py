@@ -19,6 +19,7 @@ class Agreements:
         self._world = world
         self._sizes: dict[str, dict[str, int]] = {}
         self._layouts: dict[object, Layout] = {}
+        self._replicated: dict[object, Layout] = {}
 
     def sizes_of(self, quantity: str) -> Mapping[str, int]:
         """Return the sizes that a quantity saw on all ranks, by name; 0 where ranks differ."""
@@ -42,6 +43,14 @@ class Agreements:
     def layout_of(self, selection: object) -> Layout | None:
         """Return the layout of the sums of a selection of quantities; ``None`` until ranks have compared it."""
         return self._layouts.get(selection)
+
+    def replicated_of(self, selection: object) -> Layout | None:
+        """Return the layout of the replicated values of a selection of quantities, once it is known."""
+        return self._replicated.get(selection)
+
+    def note_replicated(self, selection: object, mine: Layout) -> None:
+        """Remember the layout of replicated values, which are not exchanged."""
+        self._replicated[selection] = mine
 
     def agree_on_layout(self, selection: object, mine: Layout, step: int) -> None:
         """Compare the layout of the sums between ranks if it is new, because backends abort if lengths differ.

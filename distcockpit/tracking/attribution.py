@@ -14,6 +14,7 @@ from distcockpit.capture.second_pass import mixed_up_rows, second_pass
 from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine
 from distcockpit.capture.signature import norm_of, signature
 from distcockpit.losses.captured import CapturedMicroBatch
+from distcockpit.replay.memory import give_back
 from distcockpit.tracking.setup import Setup
 
 
@@ -107,6 +108,8 @@ class Attribution:
                 again = [micro.with_others(other, unserved) for micro, other in zip(captured, again, strict=True)]
             captured = again
             seen = seen_again if constant else {**seen_again, **seen}
+        if has_news:
+            give_back()  # the check ran the model again
         if self.check.broken:
             for micro in captured:
                 micro.without_gradients(self._setup.tracked, has_losses=True)

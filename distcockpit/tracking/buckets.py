@@ -52,6 +52,10 @@ class _Begun:
     pooled: Pooled
 
 
+class GradientsLost(RuntimeError):
+    """What autograd left in ``.grad`` is gone, and so are the calls that it could be summed up from."""
+
+
 class BucketWalk:
     """Walks the buckets of one step.
 
@@ -86,7 +90,7 @@ class BucketWalk:
         active = inputs.active
         self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
         self._subtracts_squares = active.subtracts_squares
-        self._factor = None if setup.batch_statistics_are_constants else _factor_of_autograds(inputs)
+        self._factor = None if setup.batch_statistics_are_constants else factor_of_autograds(inputs)
         self._calls: Calls = calls_by_parameter(batches) if self._subtracts_squares else {}
         self._index = {name: k for k, name in enumerate(setup.tracked)}
         nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
@@ -114,7 +118,11 @@ class BucketWalk:
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
     def _begin(self, rows: Bucket) -> _Begun:
-        """Sum up this rank's part, and send it."""
+        """Sum up this rank's part, and send it.
+
+        Raises:
+            GradientsLost: If that is not possible.
+        """
         exchanges, inputs = self._exchanges, self._inputs
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
         factors = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
@@ -128,6 +136,11 @@ class BucketWalk:
         own = own if rounds or not self._subtracts_squares else {}
         rounded = RoundedNorms(parameters, {name: factors[name] for name in own if rounds})
         exact = [name for name in rows if name not in own]
+        if exact and MEAN in exchanges.kinds and not inputs.has_calls:
+            raise GradientsLost(
+                f"The gradient of parameter '{exact[0]}' was overwritten before `track` ended. Clip, unscale or clear "
+                "gradients after the `with` block. Later steps keep what they need to do without it."
+            )
         there = {name: parameters[name] for name in exact}
         adding: GradientSum | None = None
         if SQUARES in exchanges.kinds:
@@ -280,7 +293,7 @@ def cut(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _factor_of_autograds(inputs: StepInputs) -> float | Tensor | None:
+def factor_of_autograds(inputs: StepInputs) -> float | Tensor | None:
     """Return what turns autograd's sums into this rank's part of G.
 
     ``None`` if that is not possible: several micro-batches with scales of their own were accumulated, or autograd

@@ -11,6 +11,7 @@ from torch import Tensor
 from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
+from distcockpit.tracking.buckets import GradientsLost, factor_of_autograds
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
 from distcockpit.tracking.packed import Layout, pack
@@ -37,10 +38,14 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
     setup, active = session.setup, inputs.active
     rows = [q for q in active if not active.needs[q.name].displacement]
     selection = (tuple(q.name for q in rows), tuple(q.name for q in inputs.starting), inputs.update is not None)
-    computed = _compute(session, inputs, rows, session.agreements.layout_of(selection))
+    if active.takes_autograds_sums and factor_of_autograds(inputs) is None:
+        session.keep_calls()
+    agreements = session.agreements
+    computed = _compute(session, inputs, rows, agreements.layout_of(selection), agreements.replicated_of(selection))
     for topic, text in notices_of([micro.batch for micro in inputs.captured]):
         session.say_once(topic, f"step {inputs.step}: {text}")
-    session.agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
+    agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
+    agreements.note_replicated(selection, Layout.of(computed.facts))
     sums, facts = computed.sums | {f"log/{k}": v for k, v in inputs.header.riding.items()}, computed.facts
     stamps = dict.fromkeys(active.needs, stamp)
     if start_stamp is not None:
@@ -75,7 +80,9 @@ class _Computed:
     facts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agreed: Layout | None) -> _Computed:
+def _compute(
+    session: Session, inputs: StepInputs, rows: Sequence[Quantity], agreed: Layout | None, replicated: Layout | None
+) -> _Computed:
     """The sums of this rank; NaN of a quantity that fails here, for the other ranks wait for them.
 
     Raises:
@@ -92,12 +99,16 @@ def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agr
         session.say_once(f"failed {names}", f"step {inputs.step}: {', '.join(names)}: NaN, because of an error: {why}")
         unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
         for name in names:
-            computed.sums.update({part: unknown.expand(shape) for part, shape in agreed.by_owner.get(name, ())})
+            for values, layout in ((computed.sums, agreed), (computed.facts, replicated)):
+                if layout is not None:
+                    values.update({part: unknown.expand(shape) for part, shape in layout.by_owner.get(name, ())})
 
     reductions = Reductions(inputs.active.reducing, session.memories)
     try:
         computed.seen = local_batches(session, inputs, reductions)
     except Exception as error:
+        if isinstance(error, GradientsLost):
+            session.keep_calls()
         give_up([q.name for q in rows], error)
         return computed
     for q in rows:
@@ -114,6 +125,6 @@ def _compute(session: Session, inputs: StepInputs, rows: Sequence[Quantity], agr
             give_up([q.name], error)
             continue
         computed.sums |= own
-        replicated = {f"{q.name}/{k}": v for k, v in parts.items() if isinstance(v, ReplicatedValue)}
-        computed.facts |= {k: v.value for k, v in replicated.items() if v.value is not None}
+        facts = {f"{q.name}/{k}": v for k, v in parts.items() if isinstance(v, ReplicatedValue)}
+        computed.facts |= {k: v.value for k, v in facts.items() if v.value is not None}
     return computed

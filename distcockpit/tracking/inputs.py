@@ -48,6 +48,7 @@ class StepInputs:
     curvatures: LocalCurvature  # of this rank's micro-batches
     start_values: Mapping[str, Tensor] | None  # the parameters, if they are to be copied for an update that starts here
     times: Callable[[], Times]
+    has_calls: bool = True  # whether the calls are kept that individual gradients are computed from
     written: bool = False  # whether a parameter that is not tracked was written to inside the step
 
     @property

@@ -46,6 +46,7 @@ class Session:
     last_step: int = -1
     is_inside: bool = False  # whether a step has begun but not ended
     is_settled: bool = False  # whether a tracked step was finished
+    keeps_calls: bool = False  # whether autograd's sums do not do in this loop
     attribution: Attribution = field(init=False)
     userlog: UserLog = field(init=False)
     actives: Actives = field(init=False)
@@ -113,6 +114,10 @@ class Session:
     def finished(self) -> None:
         """A tracked step was finished."""
         self.is_settled = True
+
+    def keep_calls(self) -> None:
+        """Autograd's sums do not do in this loop: later steps keep the calls that gradients are summed up from."""
+        self.keeps_calls = True
 
     def failed(self) -> None:
         """A tracked step failed here after the other ranks had sent their sums: later ones would not match."""

@@ -159,12 +159,16 @@ class TrackedStep:
         summed = setup.tracked if wants_sums and (setup.sums_are_in_grad or setup.may_copy_parameters) else {}
         if self._active.wants("averaged"):
             summed = setup.tracked
+        check = attribution.check
+        has_sums = summed and not check.broken and not setup.batch_statistics_are_constants
+        self._keeps_calls = bool(watched) or self._active.wants_calls or not has_sums or session.keeps_calls
         self._capture = Capture(
             setup.bare,
             [layer for layer in attribution.cover.layers if everything or layer.parameters or layer.path in norms],
             KnownLoss(setup.loss_fn, self._weight, scale or 1.0, setup.loss_function),
             attribution.axes,
-            thorough=attribution.check.is_thorough,
+            thorough=check.is_thorough,
+            keeps_calls=self._keeps_calls,
             output_gradients=gradients,
             observers=observers,
             batch_size=self._batch_size,
@@ -246,6 +250,7 @@ class TrackedStep:
             curvatures,
             setup.every if session.updates.needs_values(self._starting) else None,
             lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
+            self._keeps_calls,
             any(setup.every[name]._version != version for name, version in self._versions.items()),
         )
         try:

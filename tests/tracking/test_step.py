@@ -63,8 +63,7 @@ def test_no_wait_for_the_device_inside_track(tmp_path: Path, monkeypatch: Any, n
             seen[step] = operations.waits
             assert operations.names
     assert seen[3]  # a step that checks everything reads its verdict, so the test can see a wait
-    verdict = ["nonzero"] if names and "NormTest" in names else []  # on the rounding of sums, which all ranks need
-    assert seen[2] == seen[4] == seen[5] == seen[6] == verdict, seen
+    assert seen[2] == seen[4] == seen[5] == seen[6] == [], seen
     assert open_run(tmp_path / "r")["grad_norm"].sizes["step"] == 7
 
 
