@@ -237,8 +237,8 @@ def grams(*factors: Tensor) -> list[Tensor]:
 class Projection(Statistic):
     """``<g_i, v_k>`` for every sample of the local batch and K vectors with disjoint parameters: float64 ``[K, B]``.
 
-    With ``in_double``, products are in float64 for layers with one product per sample: the variance of the projections
-    over samples may be small compared to their mean.
+    With ``in_double``, products are in float64 for blocks, and for layers with one product per sample: the variance of
+    the projections over samples may be small compared to their mean.
     """
 
     def __init__(
@@ -313,8 +313,11 @@ class Projection(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        direction = _of(self.direction[name], part, self._first.get(name, 0))
-        self.values[self._part[name], samples] += kernels.inner_rows(rows, direction.reshape(-1))
+        direction = _of(self.direction[name], part, self._first.get(name, 0)).reshape(-1)
+        if self._in_double:
+            self.values[self._part[name], samples] += kernels.inner_rows(rows, direction)
+        else:  # in the precision in which the derivative of the output would be taken
+            self.values[self._part[name], samples] += rows @ direction.to(rows.dtype)
 
 
 class AbsMax(Statistic):

@@ -7,7 +7,7 @@ from distcockpit.gradients.statistics import Statistic
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
 from distcockpit.quantities.alpha import Alpha
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import LocalBatch, Model, Needs, Shard, Update
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs, Shard, Update
 from distcockpit.quantities.cabs import CABS
 from distcockpit.quantities.compression_error import CompressionError
 from distcockpit.quantities.distance import Distance
@@ -61,6 +61,7 @@ __all__ = [
     "HessTrace",
     "InnerTest",
     "LearningRate",
+    "BucketSums",
     "LocalBatch",
     "Loss",
     "MeanGSNR",

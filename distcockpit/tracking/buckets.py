@@ -12,7 +12,7 @@ pooled numbers where they did not do, and there sum up again in float64.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,14 +31,14 @@ from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.setup import Bucket, Setup
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepSums:
     """What buckets add up to."""
 
     mean_squared: Tensor  # |G|^2, float64 [parameters]
     projections: Tensor  # of this rank's individual gradients on G, float64 [B_r]
-    mean: dict[str, Tensor] = field(default_factory=dict)  # G, if all of it is wanted
-    part_of_mean: dict[str, Tensor] = field(default_factory=dict)  # this rank's part of it, likewise
+    mean: Mapping[str, Tensor]  # G, if all of it is wanted
+    part_of_mean: Mapping[str, Tensor]  # this rank's part of it, likewise
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class BucketWalk:
         self._calls: Calls = calls_by_parameter(batches) if self._subtracts_squares else {}
         self._index = {name: k for k, name in enumerate(setup.tracked)}
         nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
-        self._sums = StepSums(nothing.new_zeros(len(self._index)), nothing.new_zeros(local_n))
+        self._mean_squared, self._projections = nothing.new_zeros(len(self._index)), nothing.new_zeros(local_n)
+        self._mean: dict[str, Tensor] = {}
+        self._part_of_mean: dict[str, Tensor] = {}
         self._bounds = nothing.new_zeros(len(self._index), 3)
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
         self._room = setup.kept_bytes if inputs.keeps or self._projects else 0
@@ -112,8 +114,8 @@ class BucketWalk:
         if self._exchanges.rounds and self._norms is not None:
             self._sum_again(self._norms)
         for onto in self._onto_rounded.values():
-            self._sums.projections += onto
-        return self._sums
+            self._projections += onto
+        return StepSums(self._mean_squared, self._projections, self._mean, self._part_of_mean)
 
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
@@ -169,9 +171,9 @@ class BucketWalk:
         pooled = begun.pooled()
         shapes = {name: rows_of(self._values[name], part).shape for name, part in rows.items()}
         mean = cut(pooled[MEAN], shapes) if MEAN in pooled else own
-        squared = kernels.squared_norms(list(mean.values())) if mean else self._sums.mean_squared[:0]
+        squared = kernels.squared_norms(list(mean.values())) if mean else self._mean_squared[:0]
         for k, name in enumerate(mean):
-            self._sums.mean_squared[self._index[name]] += squared[k]
+            self._mean_squared[self._index[name]] += squared[k]
         rest = [name for name in rows if name not in begun.exact]
         those = [begun.rounded if each is self._norms and begun.rounded.values else each for each in self._statistics]
         first = _first(rows)
@@ -185,7 +187,7 @@ class BucketWalk:
                 else None
             )
             self._walk(rest, rows, [*those, *([] if apart is None else [apart])])
-            self._sums.projections += onto.values[0]
+            self._projections += onto.values[0]
             for name, values in zip(rest, [] if apart is None else apart.values, strict=True):
                 self._onto_rounded[name] = self._onto_rounded.get(name, 0) + values
         else:
@@ -197,7 +199,7 @@ class BucketWalk:
         self._reductions.see(self._bucket_sums(rows, mean, own, squared, pooled))
         if self._keeps_all:
             for name in mean:
-                for whole, some in ((self._sums.mean, mean[name]), (self._sums.part_of_mean, own[name])):
+                for whole, some in ((self._mean, mean[name]), (self._part_of_mean, own[name])):
                     whole[name] = torch.cat([whole[name], some]) if name in whole else some.clone()
         for name, part in rows.items():
             if part == WHOLE or part.stop == len(self._values[name]):
@@ -213,7 +215,7 @@ class BucketWalk:
         squared: Tensor,
         pooled: Mapping[object, Tensor],
     ) -> BucketSums:
-        setup, inputs, nothing = self._setup, self._inputs, self._sums.mean_squared[:0]
+        setup, inputs, nothing = self._setup, self._inputs, self._mean_squared[:0]
         size, rank, ranks = sum(elements(self._values, rows).values()), setup.world.rank, setup.world.size
         mine = slice(size * rank // ranks, size * (rank + 1) // ranks)
         averaged: Averaged | None = None
@@ -256,14 +258,14 @@ class BucketWalk:
     def _sum_again(self, norms: SquaredNorms) -> None:
         """Replace sums whose rounding is not small against the variance by sums in float64; all ranks do so alike."""
         self._bounds[:, 0] = norms.flat
-        again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._sums.mean_squared, self._n)
+        again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._mean_squared, self._n)
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
         for name in again:
             norms.values[name].zero_()
-            self._sums.mean_squared[self._index[name]] = 0
+            self._mean_squared[self._index[name]] = 0
             self._onto_rounded.pop(name, None)
-        self._sums.mean = {name: mean for name, mean in self._sums.mean.items() if name not in again}
+        self._mean = {name: mean for name, mean in self._mean.items() if name not in again}
         for name, part in places:
             self.sum_exactly(name, part, norms)
 
@@ -273,13 +275,13 @@ class BucketWalk:
         adding = GradientSum(parameter, first)
         self._walk([name], {name: part}, [norms, adding])
         mean = self._exchanges.pool_more(adding.flat.div_(self._n)).view(parameter[name].shape)
-        self._sums.mean_squared[self._index[name]] += kernels.squared_norm(mean)
+        self._mean_squared[self._index[name]] += kernels.squared_norm(mean)
         if self._projects:
             onto = Projection({name: mean}, self._local_n, in_double=True, first=first)
             self._walk([name], {name: part}, [onto])
-            self._sums.projections += onto.values[0]
+            self._projections += onto.values[0]
         if self._keeps_all:
-            whole = self._sums.mean
+            whole = self._mean
             whole[name] = torch.cat([whole[name], mean]) if name in whole else mean.clone()
 
 

@@ -185,7 +185,7 @@ class Updates:
         self._cut = None
         if start is None:
             return None
-        self._spare = start.values
+        self._spare = {name: value for name, value in start.values.items() if name not in start.versions}
         self._moving |= {name for name, (p, version) in start.versions.items() if p._version != version}
         if not is_as_it_was:
             self._cut = start.stamp

@@ -65,7 +65,9 @@ def test_gradients_that_are_written_to(tmp_path: Path, body: Body) -> None:
         rows = done.run["grad_norm"]["total"].values
         lost = np.isnan(rows)
         is_lost = name == "alone" and body is not hooked
-        assert len(rows) == 6 and lost.sum() == is_lost and not lost[[0, 1, 3, 4, 5]].any()  # 2 is the first that checks nothing
+        assert (
+            len(rows) == 6 and lost.sum() == is_lost and not lost[[0, 1, 3, 4, 5]].any()
+        )  # 2 is the first that checks nothing
         np.testing.assert_allclose(rows[~lost], right, rtol=1e-5)
         notices = [notice["text"] for notice in done.run.attrs.get("notices", [])]
         assert sum("was overwritten before `track` ended" in text for text in notices) == is_lost

@@ -35,10 +35,13 @@ class Curved(q.Quantity):
     def group(self, model: q.Model) -> q.Group:
         return q.Group({"axes": q.Field()})
 
-    def local(self, batch: q.LocalBatch, memory: dict) -> dict:
-        (flat,) = batch.shard.curvature.values()
+    def reduce(self, bucket: q.BucketSums, memory: dict) -> dict:
+        (flat,) = bucket.shard.curvature.values()
         assert flat.shape == (10,) and flat.dtype == torch.float64
         return {"axes": torch.tensor(float(flat.dim()))}
+
+    def local(self, batch: q.LocalBatch, memory: dict) -> dict:
+        return batch.reduced
 
     def finalize(self, totals: Any, n: int) -> dict:
         return {"axes": totals["axes"]}
