@@ -144,7 +144,8 @@ PUBLIC = {
     "distcockpit": "DistCockpit StoreOptions every logspaced open_run presets quantities",
     "distcockpit.quantities": "CABS Alpha CompressionError Distance EarlyStopping Field GradAbsMax GradHist1d "
     "GradHist2d GradNorm GradientActivation GradientGeometry GradientNoiseScale Group HessMaxEV HessTrace InnerTest "
-    "BucketSums LearningRate LocalBatch Loss MeanGSNR Model Needs NormTest OrthoTest OutputActivation OutputGradientGeometry "
+    "BucketSums LearningRate LocalBatch Loss MeanGSNR Model Needs NormTest OrthoTest OutputActivation "
+    "OutputGradientGeometry "
     "OutputNorm ParamAbsMax ParameterCondition ParameterNorm Parameters Quantity RankDisagreement RankHealth "
     "ReplicaDrift Shard Statistic TICDiag TICTrace Time Update UpdateGeometry UpdateSize",
     "distcockpit.presets": "economy business full layers",
