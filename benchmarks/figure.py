@@ -53,11 +53,11 @@ def memory(axes: Any, results: list[dict[str, Any]]) -> None:
     """Peak memory above plain, in MiB."""
     labels, values, colours = [], [], []
     for result in results:
-        plain = np.median(result["bytes"]["plain"])
+        plain = np.median(result["bytes"]["plain"], 0).max()
         for name, colour in (("economy", OURS), ("Cockpit: economy", THEIRS)):
             if name in result["bytes"]:
                 labels.append(f"{result['model']}: {name.replace('economy', '').strip(': ') or 'distcockpit'}")
-                values.append((np.median(result["bytes"][name]) - plain) / 2**20)
+                values.append((np.median(result["bytes"][name], 0).max() - plain) / 2**20)
                 colours.append(colour)
     axes.barh(range(len(values)), values[::-1], color=colours[::-1])
     axes.set_yticks(range(len(values)), labels[::-1])

@@ -6,13 +6,19 @@
 
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
 the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
-runs, less that of the plain loop. Of the first step, and of those after it.
+runs, less that of the plain loop: of the first step, of the next three, two of which check themselves as the first
+does, and of three that do not.
+
+glibc keeps what was freed, the more of it the larger the blocks that a process once had, so that resident memory grows
+with holes, in plain loops as well. All loops run with a fixed threshold above which free memory goes back to the
+system; ``--malloc default`` leaves it as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +36,8 @@ from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, has_
 
 NAMES = {"mlp": ("GradHist2d", "economy", "business"), "3c3d": ("GradHist2d", "economy", "business")}
 NAMES |= {kind: ("GradNorm", "NormTest", "Alpha", "economy without updates", "economy") for kind in LARGE}
-STEPS = {"mlp": 11, "3c3d": 11, "gpt": 8, "gpt2": 5}
+PHASES = {"first step": 1, "with two that check": 3, "that check nothing": 3}
+FIXED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def memory(field: str) -> int:
@@ -41,7 +48,7 @@ def memory(field: str) -> int:
 
 
 def growth(kind: str, name: str) -> list[int]:
-    """Peak resident memory above what there was before the first step, in bytes: of the first step, and of others."""
+    """Peak resident memory above what there was before the first step, in bytes, in each phase."""
     warnings.simplefilter("ignore")
     store = None if name not in VARIANTS else Path(tempfile.mkdtemp())
     warm = Loop(*make("mlp"), store and store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
@@ -54,7 +61,7 @@ def growth(kind: str, name: str) -> list[int]:
     else:
         loop = Loop(model, x, store and store / "run", VARIANTS.get(name, []))
     before, peaks = memory("VmRSS"), []
-    for steps in (1, STEPS[kind]):
+    for steps in PHASES.values():
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         loop.advance(steps)
         peaks.append(memory("VmHWM") - before)
@@ -65,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(NAMES), default="mlp")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--malloc", choices=["fixed", "default"], default="fixed", help="when free memory is returned")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -78,18 +86,19 @@ def main() -> None:
     peaks: dict[str, list[list[int]]] = {name: [] for name in names}
     for name in track([name for _ in range(args.runs) for name in names], description=args.model):
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--one", name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        environment = os.environ | (FIXED if args.malloc == "fixed" else {})
+        output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         peaks[name].append(json.loads(output.splitlines()[-1]))
     plain = np.median(peaks["plain"], 0)
-    grown = " and ".join(f"{size / 2**20:.0f}" for size in plain)
-    table = Table(title=f"{args.model}: peak memory; the plain step grows by {grown} MiB (first step, later steps)")
-    for column in ("MiB above plain", "first step", "smallest to largest", "later steps", "smallest to largest"):
+    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain)
+    table = Table(title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; malloc: {args.malloc}")
+    for column in ("MiB above plain", *(each for phase in PHASES for each in (phase, "from ... to"))):
         table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
         above = (np.array(values) - plain) / 2**20
         cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T]
-        table.add_row(name, *cells[0], *cells[1])
-    Console(width=110).print(table)
+        table.add_row(name, *(cell for pair in cells for cell in pair))
+    Console(width=130).print(table)
     if args.json:
         write(args.json, "memory", {"model": args.model, "bytes": peaks})
 

@@ -50,6 +50,7 @@ class ParameterGradients:
         self._sums: dict[str, Tensor] = {}  # at least float32
         self._grads: dict[str, tuple[Tensor, int] | None] = {}  # where .grad is the sum: it, and its version
         self._lost: set[str] = set()  # of those, the ones that something else wrote to
+        self.were_written = False  # whether one was asked for that something else wrote to
 
     def times(self, factor: float | Tensor, name: str, rows: slice) -> Tensor | None:
         """Return the gradient of some rows of a parameter times a factor; zero if none arrived, ``None`` if not known.
@@ -60,6 +61,7 @@ class ParameterGradients:
         if known == 0 or name in self._summed and name not in self._arrived:
             return torch.zeros_like(rows_of(self._parameters[name].detach(), rows))
         whole = self._sums.get(name) if name not in self._grads else self._untouched(name)
+        self.were_written |= name in self._grads and whole is None
         if whole is None:
             return None
         gradient = rows_of(whole.detach(), rows)

@@ -141,7 +141,7 @@ class BucketWalk:
         if exact and MEAN in exchanges.kinds and not inputs.has_calls:
             raise GradientsLost(
                 f"The gradient of parameter '{exact[0]}' was overwritten before `track` ended. Clip, unscale or clear "
-                "gradients after the `with` block. Later steps keep what they need to do without it."
+                "gradients after the `with` block. Later steps copy gradients when they arrive."
             )
         there = {name: parameters[name] for name in exact}
         adding: GradientSum | None = None

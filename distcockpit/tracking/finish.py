@@ -11,7 +11,7 @@ from torch import Tensor
 from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
-from distcockpit.tracking.buckets import GradientsLost, factor_of_autograds
+from distcockpit.tracking.buckets import factor_of_autograds
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
 from distcockpit.tracking.packed import Layout, pack
@@ -42,6 +42,8 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
         session.keep_calls()
     agreements = session.agreements
     computed = _compute(session, inputs, rows, agreements.layout_of(selection), agreements.replicated_of(selection))
+    if inputs.parameter_gradients.were_written:
+        session.copy_gradients()
     for topic, text in notices_of([micro.batch for micro in inputs.captured]):
         session.say_once(topic, f"step {inputs.step}: {text}")
     agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
@@ -107,8 +109,6 @@ def _compute(
     try:
         computed.seen = local_batches(session, inputs, reductions)
     except Exception as error:
-        if isinstance(error, GradientsLost):
-            session.keep_calls()
         give_up([q.name for q in rows], error)
         return computed
     for q in rows:

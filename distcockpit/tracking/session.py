@@ -47,6 +47,7 @@ class Session:
     is_inside: bool = False  # whether a step has begun but not ended
     is_settled: bool = False  # whether a tracked step was finished
     keeps_calls: bool = False  # whether autograd's sums do not do in this loop
+    copies_gradients: bool = False  # whether this loop writes to .grad inside `track`
     attribution: Attribution = field(init=False)
     userlog: UserLog = field(init=False)
     actives: Actives = field(init=False)
@@ -118,6 +119,10 @@ class Session:
     def keep_calls(self) -> None:
         """Autograd's sums do not do in this loop: later steps keep the calls that gradients are summed up from."""
         self.keeps_calls = True
+
+    def copy_gradients(self) -> None:
+        """What autograd leaves in ``.grad`` is written to inside `track`: later steps copy it when it arrives."""
+        self.copies_gradients = True
 
     def failed(self) -> None:
         """A tracked step failed here after the other ranks had sent their sums: later ones would not match."""

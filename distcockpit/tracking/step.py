@@ -156,7 +156,8 @@ class TrackedStep:
         norms = {path for path, _ in training(setup.batchnorms)}
         everything = gradients or bool(observers)
         wants_sums = self._active.takes_autograds_sums or self._active.wants("averaged")
-        summed = setup.tracked if wants_sums and (setup.sums_are_in_grad or setup.may_copy_parameters) else {}
+        in_grad = setup.sums_are_in_grad and not (session.copies_gradients or self._active.wants("averaged"))
+        summed = setup.tracked if wants_sums and (in_grad or setup.may_copy_parameters) else {}
         if self._active.wants("averaged"):
             summed = setup.tracked
         check = attribution.check
@@ -176,7 +177,7 @@ class TrackedStep:
                 {name: p for name, p in setup.tracked.items() if name in watched or name in summed},
                 checked=watched,
                 summed=summed,
-                in_grad=setup.sums_are_in_grad and not self._active.wants("averaged"),
+                in_grad=in_grad,
                 keep_left=self._active.wants("averaged"),
             ),
             wrappers=setup.wrappers,
