@@ -257,7 +257,6 @@ class BucketWalk:
 
     def _sum_again(self, norms: SquaredNorms) -> None:
         """Replace sums whose rounding is not small against the variance by sums in float64; all ranks do so alike."""
-        self._bounds[:, 0] = norms.flat
         again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._mean_squared, self._n)
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
