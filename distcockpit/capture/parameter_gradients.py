@@ -126,6 +126,8 @@ class ParameterGradients:
         """
         handles = []
         for name, parameter in self._parameters.items():
+            if name not in self._checked and name not in self._summed:
+                continue
             own: Any = parameter
             others = own._backward_hooks or own._post_accumulate_grad_hooks
             is_exact = parameter.dtype in (torch.float32, torch.float64)

@@ -174,7 +174,7 @@ class TrackedStep:
             observers=observers,
             batch_size=self._batch_size,
             parameter_gradients=ParameterGradients(
-                {name: p for name, p in setup.tracked.items() if name in watched or name in summed},
+                setup.tracked,
                 checked=watched,
                 summed=summed,
                 in_grad=in_grad,

@@ -78,6 +78,21 @@ def test_gradients_that_are_written_to(tmp_path: Path, body: Body, begins: int) 
         assert sum("was overwritten before `track` ended" in text for text in notices) == len(lost)
 
 
+def test_hooks_that_are_there_before(tmp_path: Path) -> None:
+    """A hook of the user's that changes ``.grad`` runs before ours, so that what arrives is copied."""
+    net, (x, y), loss_fn = cases.initialised("mlp"), cases.data("mlp", "mean", 0), nn.CrossEntropyLoss()
+    grads = torch.autograd.grad(loss_fn(net(x), y), list(net.parameters()))
+
+    def scale(p: Tensor) -> None:
+        p.grad.mul_(5)
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(scale)
+    done = run_steps(tmp_path / "run", net, (x, y), 4, loss_fn=loss_fn, quantities=[GradNorm()])
+    norms = [float(g.norm()) for g in grads]
+    np.testing.assert_allclose(done.run["grad_norm"]["grad_norm"], [norms] * 4, rtol=1e-5)
+
+
 class Shifted(nn.Module):
     """The gradient of what is added is the gradient at its output."""
 

@@ -124,6 +124,21 @@ def test_no_sum_is_larger_than_its_buckets(ranks: Ranks, tmp_path: Path, shards:
     assert "notices" not in run.attrs  # such as of a slow route, on which the check of gradients would fall back
 
 
+def test_ranks_without_memory_for_copies_sum_up_themselves(ranks: Ranks, tmp_path: Path) -> None:
+    """DDP averages what arrives, and copies of it do not fit: G is summed from the calls, a sample at a time."""
+    store, net, (x, y) = str(tmp_path / "run"), Tied(), tokens(6)
+    ranks.run(2, train_wide, store, [q.GradNorm(), q.RankDisagreement()], [4, 2])
+    torch.manual_seed(0)
+    net = Tied()
+    grads = torch.autograd.grad(loss_fn(net(x), y), list(net.parameters()))
+    run = open_run(store)
+    np.testing.assert_allclose(run["grad_norm"]["grad_norm"][0], [float(g.double().norm()) for g in grads], rtol=1e-5)
+    parts = [torch.autograd.grad(loss_fn(net(x[a:b]), y[a:b]), list(net.parameters())) for a, b in ((0, 4), (4, 6))]
+    norms = [float(torch.cat([g.flatten() for g in part]).double().norm()) for part in parts]
+    np.testing.assert_allclose(run["rank_disagreement"]["grad_norm"][0], norms, rtol=1e-5)
+    assert "notices" not in run.attrs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fails(q.Quantity):
     """Its `reduce` fails at one step."""
