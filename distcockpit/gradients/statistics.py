@@ -237,8 +237,8 @@ def grams(*factors: Tensor) -> list[Tensor]:
 class Projection(Statistic):
     """``<g_i, v_k>`` for every sample of the local batch and K vectors with disjoint parameters: float64 ``[K, B]``.
 
-    With ``in_double``, products are in float64 for blocks, and for layers with one product per sample: the variance of
-    the projections over samples may be small compared to their mean.
+    With ``in_double``, products are in float64 for layers with one product per sample: the variance of the projections
+    over samples may be small compared to their mean.
     """
 
     def __init__(
@@ -314,10 +314,7 @@ class Projection(Statistic):
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
         direction = _of(self.direction[name], part, self._first.get(name, 0)).reshape(-1)
-        if self._in_double:
-            self.values[self._part[name], samples] += kernels.inner_rows(rows, direction)
-        else:  # in the precision in which the derivative of the output would be taken
-            self.values[self._part[name], samples] += rows @ direction.to(rows.dtype)
+        self.values[self._part[name], samples] += kernels.inner_rows(rows, direction)
 
 
 class AbsMax(Statistic):

@@ -148,7 +148,8 @@ class BucketWalk:
         if SQUARES in exchanges.kinds:
             adding = PowerSums(there, _first(rows))
         elif MEAN in exchanges.kinds:
-            adding = GradientSum(there, _first(rows), in_double=self._subtracts_squares)
+            in_double = self._subtracts_squares or inputs.parameter_gradients.is_rounded
+            adding = GradientSum(there, _first(rows), in_double=in_double)
         self._walk(exact, rows, [*self._statistics, *([] if adding is None else [adding])])
         if adding is not None:
             adding.flat.div_(self._n)
