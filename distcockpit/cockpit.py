@@ -87,11 +87,11 @@ class DistCockpit(JoinableCockpit):
         fallback: What to do if only a slow route is exact (running a part of the model again, with one backward pass
             per sample, for the few parameters that need it): "warn" takes it and logs what it costs, "error" refuses
             it, no later than at the end of the first tracked step.
-        memory_budget: Memory for what a tracked step computes, in bytes or as a string ("64MiB"): blocks of individual
-            gradients (a quarter, at most 32 MiB, at least one sample), sums of two buckets of parameters at a time, and
-            in another quarter each individual gradients kept for a second look, and copies of all gradients, if these
-            fit. Not counted are inputs and output gradients of the layers, and copies of the parameters that
-            quantities of updates keep.
+        memory_budget: Memory for what a tracked step computes, in bytes or as a string ("64MiB"), the same on all
+            ranks: blocks of individual gradients (a quarter, at most 32 MiB, at least one sample), sums of two buckets
+            of parameters at a time, and in another quarter each individual gradients kept for a second look, and copies
+            of all gradients, if these fit. Not counted are inputs and output gradients of the layers, and copies of the
+            parameters that quantities of updates keep.
         track_batchnorm: Track models with batch norm in training mode, treating the statistics of each local batch
             as constants. This runs tracked steps a second time.
         grad_scaler: The gradient scaler of mixed precision, to recognise the steps that it skips.
@@ -172,6 +172,7 @@ class DistCockpit(JoinableCockpit):
             cover = Cover(bare, layers)
             cover.check(fallback == "warn")
         said = {"track_batchnorm": track_batchnorm, "batch_dim": batch_dim, "fallback": fallback}
+        said["memory_budget"] = budget  # from which follows what is exchanged together
         difference = first_difference(world.all_gather_object(description(facts, chosen, loss_fn, **said)))
         if difference is not None:
             raise RuntimeError(

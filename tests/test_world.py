@@ -103,6 +103,7 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
     net, loss_fn = nn.Linear(12, 5 + (how == "shape" and rank == 1)), CE()
     bins = 10 + (how == "bins" and rank == 1)
     chosen: list[Any] = [GradHist1d(bins=bins), MeanGSNR()]
+    budget = "1MiB" if how == "budget" and rank == 1 else "64MiB"
     if how == "quantities" and rank == 1:
         chosen.pop()
     if how == "arguments" and rank == 1:
@@ -111,7 +112,14 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
     x, y = cases.data("mlp", "mean", 0)
     try:
         cockpit = DistCockpit(
-            net, loss_fn, store=store, quantities=chosen, schedule=schedule, process_group=group, mode="w"
+            net,
+            loss_fn,
+            store=store,
+            quantities=chosen,
+            schedule=schedule,
+            process_group=group,
+            mode="w",
+            memory_budget=budget,
         )
         for step in range(3):
             with cockpit.track(step + (how == "steps" and rank == 1 and step == 1)):
@@ -132,6 +140,7 @@ def disagree(rank: int, size: int, group: Any, store: str, how: str) -> str:
         ("bins", ["rank 1 has quantity 'grad_hist_1d'", "'bins': '11'", "'bins': '10'"], None),
         ("quantities", ["rank 1 has quantity 'mean_gsnr' = nothing"], None),
         ("shape", ["rank 1 has parameter 0 = 'weight' (6, 12)", "rank 0 has parameter 0 = 'weight' (5, 12)"], None),
+        ("budget", ["rank 1 has memory_budget = 1048576, rank 0 has memory_budget = 67108864"], None),
         ("arguments", ["could not be constructed on rank 1", "'grad_hist_1d'"], ["2 are named"]),
         ("steps", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),
         ("schedule", ["rank 0 tracks step 1, rank 1 tracks step 2"], None),

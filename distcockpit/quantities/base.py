@@ -118,7 +118,11 @@ class Quantity(ABC):
             bucket: The sums of some parameters, or of some rows of them.
             memory: As in :meth:`local`.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs the sums of buckets, so it must define reduce().")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs sums that are there bucket by bucket (bucket_sums, squared_gradients, "
+            "pooled_curvature or averaged). Define reduce(bucket, memory), which returns what to add up over "
+            "buckets; local() finds the total in batch.reduced."
+        )
 
     @abstractmethod
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:

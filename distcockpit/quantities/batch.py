@@ -193,11 +193,8 @@ class Averaged:
 
 
 @dataclass(frozen=True)
-class BucketSums:
-    """What is summed element by element over samples, for some parameters, or some rows of them; as for `LocalBatch`.
-
-    It is freed when :meth:`Quantity.reduce` has returned. Vectors that no quantity asked for are empty.
-    """
+class _Pooled:
+    """A tracked step, the pooled batch, and the rank that looks at it."""
 
     model: Model
     step: int
@@ -205,6 +202,15 @@ class BucketSums:
     local_n: int  # B_r
     rank: int
     world_size: int
+
+
+@dataclass(frozen=True)
+class BucketSums(_Pooled):
+    """What is summed element by element over samples, for some parameters, or some rows of them; as for `LocalBatch`.
+
+    It is freed when :meth:`Quantity.reduce` has returned. Vectors that no quantity asked for are empty.
+    """
+
     has_gradients: bool  # whether samples have individual gradients; if not, these are NaN
     rows: Mapping[str, slice]  # the parameters of the bucket, each with its rows that belong to it
     mean: Mapping[str, Tensor]  # the pooled G; float64, or float32 from autograd in a single process
@@ -278,18 +284,12 @@ def _not_asked_for(needs: Needs) -> list[str]:
 
 
 @dataclass(frozen=True)
-class LocalBatch:
+class LocalBatch(_Pooled):
     """This rank's part of the pooled batch at a tracked step. Everything is scaled for the pooled batch.
 
     Reading an attribute that was not requested (``Quantity.needs``) is an error that names the missing need.
     """
 
-    model: Model
-    step: int
-    n: int  # N: samples of all ranks
-    local_n: int  # B_r
-    rank: int
-    world_size: int
     loss: Tensor | None  # float64, a number: this rank's sum of l_i; None if unknown
     losses: Tensor  # float64 [B_r]: l_i; zeros if unknown
     losses_known: bool

@@ -158,12 +158,8 @@ class BucketWalk:
         vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in self._curvature.items()}
         vectors |= {SQUARES: [adding.flat_squares]} if isinstance(adding, PowerSums) else {}
         if AVERAGED in exchanges.kinds:
-            seen = [inputs.parameter_gradients.times(1, name, part) for name, part in rows.items()]
-            vectors |= {
-                AVERAGED: [
-                    torch.zeros_like(p) if g is None else g for g, p in zip(seen, parameters.values(), strict=True)
-                ]
-            }
+            seen = {name: inputs.parameter_gradients.times(1, name, part) for name, part in rows.items()}
+            vectors |= {AVERAGED: [torch.zeros_like(parameters[n]) if g is None else g for n, g in seen.items()]}
         return _Begun(rows, own, exact, rounded, exchanges.start(elements(self._values, rows), vectors))
 
     def _end(self, begun: _Begun) -> None:
@@ -175,28 +171,7 @@ class BucketWalk:
         squared = kernels.squared_norms(list(mean.values())) if mean else self._mean_squared[:0]
         for k, name in enumerate(mean):
             self._mean_squared[self._index[name]] += squared[k]
-        rest = [name for name in rows if name not in begun.exact]
-        those = [begun.rounded if each is self._norms and begun.rounded.values else each for each in self._statistics]
-        first = _first(rows)
-        if self._projects:
-            onto = Projection(mean, self._local_n, in_double=True, first=first)
-            self._walk(begun.exact, rows, [onto])
-            names = [[name] for name in rest]
-            apart = (
-                Projection({n: mean[n] for n in rest}, self._local_n, names, in_double=True, first=first)
-                if rest
-                else None
-            )
-            self._walk(rest, rows, [*those, *([] if apart is None else [apart])])
-            self._projections += onto.values[0]
-            for name, values in zip(rest, [] if apart is None else apart.values, strict=True):
-                self._onto_rounded[name] = self._onto_rounded.get(name, 0) + values
-        else:
-            self._walk(rest, rows, those)
-        if begun.rounded.values and self._norms is not None:
-            self._norms.add(begun.rounded)
-            for name in begun.rounded.values:
-                self._bounds[self._index[name]] += begun.rounded.bounds(name)
+        self._walk_again(begun, mean)
         self._reductions.see(self._bucket_sums(rows, mean, own, squared, pooled))
         if self._keeps_all:
             for name in mean:
@@ -207,6 +182,28 @@ class BucketWalk:
                 inputs.parameter_gradients.release(name)
                 for batch in () if inputs.keeps else self._batches:
                     batch.materialized.pop(name, None)
+
+    def _walk_again(self, begun: _Begun, mean: Mapping[str, Tensor]) -> None:
+        """Project on G, and feed the statistics with parameters whose part of G was known without a walk."""
+        rows, first, norms = begun.rows, _first(begun.rows), self._norms
+        rest = [name for name in rows if name not in begun.exact]
+        statistics = [begun.rounded if s is norms and begun.rounded.values else s for s in self._statistics]
+        if self._projects and begun.exact:
+            onto = Projection(mean, self._local_n, in_double=True, first=first)
+            self._walk(begun.exact, rows, [onto])
+            self._projections += onto.values[0]
+        if self._projects and rest:
+            those = {name: mean[name] for name in rest}
+            onto = Projection(those, self._local_n, [[name] for name in rest], in_double=True, first=first)
+            self._walk(rest, rows, [*statistics, onto])
+            for name, values in zip(rest, onto.values, strict=True):
+                self._onto_rounded[name] = self._onto_rounded.get(name, 0) + values
+        elif rest:
+            self._walk(rest, rows, statistics)
+        if begun.rounded.values and norms is not None:
+            norms.add(begun.rounded)
+            for name in begun.rounded.values:
+                self._bounds[self._index[name]] += begun.rounded.bounds(name)
 
     def _bucket_sums(
         self,
