@@ -15,7 +15,7 @@ from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import Materialized, MicroBatch, Use
 
 BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks give matrix products too little work
-CACHED_ELEMENTS = 400_000  # products that fit a CPU's cache along with float64 sums, when statistics read them
+CACHED_ELEMENTS = 400_000  # per thread: products that fit its cache along with float64 sums, when statistics read them
 FEWEST_ROWS = 32  # of products, to keep matrix products fast
 
 
@@ -264,7 +264,7 @@ class _Group:
         sources: Sequence[RowWise] = [factors] if factors is not None else self._sources[name]
         _, o, i = sources[0].sizes
         cached = self._values[name].is_cpu and not (factors is not None and factors.are_windows)
-        most = min(CACHED_ELEMENTS, self._block_elements) if cached else self._block_elements
+        most = min(CACHED_ELEMENTS * torch.get_num_threads(), self._block_elements) if cached else self._block_elements
         first = 0 if self._rows is None else self._rows.start
         for samples in self._pieces(max(t * (o + i) for t, o, i in (source.sizes for source in sources))):
             n = samples.stop - samples.start

@@ -54,7 +54,8 @@ class MeanGSNR(Quantity):
         pieces = zip(shard.mean.split(PIECE), shard.squares.split(PIECE), strict=True)
         for mean, squares in pieces:  # small enough to stay in cache: allocating memory costs more than the arithmetic
             squared = mean.square()
-            total += squared.div((squares / bucket.n).sub_(squared).add_(self.epsilon)).sum()
+            variance = squared.sub(squares, alpha=1 / bucket.n).neg_()
+            total += squared.div_(variance.add_(self.epsilon)).sum()
         return {"ratio": total, "elements": bucket.number(shard.mean.numel())}
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:

@@ -44,6 +44,8 @@ class RankDisagreement(Quantity):
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Inner product of this rank's gradient with G, and its squared norm."""
         mine, mean = list(bucket.part_of_mean.values()), list(bucket.mean.values())
+        if bucket.world_size == 1:  # they are the same
+            return dict.fromkeys(("inner", "squares"), bucket.mean_squared.sum())
         return {"inner": kernels.inner_products(mine, mean).sum(), "squares": kernels.squared_norms(mine).sum()}
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:

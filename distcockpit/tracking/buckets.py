@@ -154,7 +154,8 @@ class BucketWalk:
         if adding is not None:
             adding.flat.div_(self._n)
             own = {name: own[name] if name in own else adding.sums[name] for name in rows}
-        vectors: dict[object, Sequence[Tensor]] = {MEAN: list(own.values())}
+        summed = [adding.flat] if adding is not None and len(exact) == len(rows) else list(own.values())
+        vectors: dict[object, Sequence[Tensor]] = {MEAN: summed}
         vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in self._curvature.items()}
         vectors |= {SQUARES: [adding.flat_squares]} if isinstance(adding, PowerSums) else {}
         if AVERAGED in exchanges.kinds:

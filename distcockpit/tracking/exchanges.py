@@ -54,7 +54,9 @@ class Exchanges:
         if not self.kinds:
             return dict
         if self._setup.world.size == 1:
-            parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in self.kinds if kind != MEAN}
+            whole = len(vectors[MEAN]) == 1 and vectors[MEAN][0].dtype == torch.float64  # else the parts do as they are
+            kinds = [kind for kind in self.kinds if kind != MEAN or whole]
+            parts = {kind: [part.double().reshape(-1) for part in vectors[kind]] for kind in kinds}
             alone = {kind: own[0] if len(own) == 1 else torch.cat(own) for kind, own in parts.items()}
             return lambda: alone
         size = sum(sizes.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import HANG, until
+from waiting import HANG, run_program, until
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.kernels import numba_cpu, reference
@@ -163,6 +164,7 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
     limits = kernels.thresholds(kernels.bin_edges(-2, 2, 50), torch.float32)
     columns = torch.arange(63, dtype=torch.int32).reshape(7, 9) % 5
     monkeypatch.setattr(numba_cpu, "PER_THREAD", 16)
+    monkeypatch.setattr(numba_cpu, "PER_MEMBER", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     products = (delta.unsqueeze(2) * x.unsqueeze(1)).flatten(1)
     np.testing.assert_array_equal(numba_cpu.count_outer(delta, x, limits), reference.count_outer(delta, x, limits))
@@ -171,6 +173,28 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
         values = (delta, x, limits, columns) if "outer" in kernel_2d else (products, limits, columns.flatten())
         found, expected = (getattr(kernel, kernel_2d)(*values, 5) for kernel in (numba_cpu, reference))
         np.testing.assert_array_equal(found, expected)
+    finite = products.nan_to_num(0.5, 2.0, -2.0)
+    for rows in (finite, finite[:1], finite[:3], finite[:0]):  # more rows than threads, and fewer
+        for others in (rows, rows[0].double() if len(rows) else rows):
+            found, expected = (kernel.inner_rows(rows, others) for kernel in (numba_cpu, reference))
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+        found, expected = torch.ones(2, 2, rows.shape[1], dtype=torch.float64)
+        numba_cpu.add_powers(*found, rows)
+        reference.add_powers(*expected, rows)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+
+
+def test_without_openmp_one_thread_does_all() -> None:
+    """In a process of its own: what compiled code calls there cannot be changed back."""
+    program = """
+import torch
+from distcockpit.gradients.kernels import numba_cpu, numba_teams
+numba_cpu._openmp = lambda: numba_teams.without_openmp()
+values = torch.randn(40, 100_000)
+torch.testing.assert_close(numba_cpu.inner_rows(values, values), values.double().square().sum(1), rtol=1e-12, atol=0.0)
+assert numba_cpu._members(1e12) == 1
+"""
+    run_program(sys.executable, "-c", program)
 
 
 def numbers_and_threads(n: int) -> list[tuple[range, int]]:

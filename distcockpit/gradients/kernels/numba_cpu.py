@@ -4,6 +4,9 @@ The loops release the GIL and run on the same OpenMP threads as torch's own oper
 threads spin, waiting for the next one, so any other thread would have to wait for a core. Numba's parallel loops would
 start a second OpenMP runtime, or a work queue, in the user's process. If torch has no GNU OpenMP, one thread does all
 the work.
+
+Loops that go over each block of individual gradients are run by a team of threads without Python, see `numba_teams`.
+The others are called from Python on each thread (`in_parts`), which takes longer, because threads wait for the GIL.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients.kernels import numba_loops as loops
+from distcockpit.gradients.kernels import numba_teams as teams
 
-PER_THREAD = 100_000  # nanoseconds of work below which another thread does not pay off
+# Nanoseconds of work below which another thread does not pay off: without Python, and with it.
+PER_MEMBER, PER_THREAD = 10_000, 100_000
 
 # Approximate nanoseconds per element: of a loop that only adds, and of one that searches for slots.
 ADDED, COUNTED = 0.2, 0.3
@@ -38,15 +43,12 @@ def slots(values: Tensor, limits: Tensor) -> Tensor:
 
 def count_block(values: Tensor, limits: Tensor) -> Tensor:
     """Count all elements of ``values``, see the package docstring."""
-    edges, flat = limits.numpy(), values.reshape(-1).numpy()
-    scale = _scale(edges)
-
-    def count(part: slice) -> np.ndarray:
-        counts = np.zeros(edges.size + 2, np.int64)
-        loops.count_block(flat[part], edges, *scale, counts)
-        return counts
-
-    return _shared_out(count, flat.size, COUNTED, flat.dtype)
+    values, limits = values.contiguous(), limits.contiguous()
+    n, parts = values.numel(), _members(values.numel() * COUNTED)
+    scale = torch.tensor([float(each) for each in _scale(limits.numpy())], dtype=values.dtype)
+    counts = torch.zeros(parts, len(limits) + 2, dtype=torch.int64)
+    _run(teams.count_block(KINDS[values.dtype]), (parts, n, len(limits)), (values, limits, scale, counts))
+    return counts.sum(0)
 
 
 def count_outer(delta: Tensor, x: Tensor, limits: Tensor) -> Tensor:
@@ -109,10 +111,9 @@ def add_sums(sums: Tensor, values: Tensor) -> None:
 
 def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
     """Add ``sum_n values[n]`` to ``sums`` and ``sum_n values[n]^2`` to ``squares``, float64."""
-    rows = _rows(values.reshape(len(values), sums.numel()))
-    first, second = sums.view(-1).numpy(), squares.view(-1).numpy()
-    cost = 2 * ADDED * len(rows)
-    in_parts(lambda part: loops.add_powers(rows[:, part], first[part], second[part]), first.size, cost, rows.dtype)
+    n, d, values = len(values), sums.numel(), values.contiguous()
+    parts = _members(2 * ADDED * n * d)
+    _run(teams.add_powers(KINDS[values.dtype]), (parts, n, d), (values, sums.view(-1), squares.view(-1)))
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
@@ -152,28 +153,51 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return the inner product of each tensor with its counterpart, float64."""
-
-    def product(values: Tensor, other: Tensor) -> float:
-        a, b = _rows(values.reshape(-1)), _rows(other.reshape(-1))
-        return sum(in_parts(lambda part: loops.inner(a[part], b[part]), a.size, ADDED, a.dtype))
-
-    products = [product(values, other) for values, other in zip(tensors, others, strict=True)]
-    return torch.tensor(products, dtype=torch.float64)
+    pairs = zip(tensors, others, strict=True)
+    return torch.cat([_inner_rows(values, other, 1, values.numel(), 1) for values, other in pairs])
 
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     """Return inner products of rows, float64 ``[N]``."""
-    rows, sums = _rows(values), np.empty(len(values))
-    second = _rows(others if others.dim() == 2 else others.unsqueeze(0))
+    return _inner_rows(values, others, *values.shape, 1 if others.dim() == 1 else others.shape[0])
 
-    def multiply(part: slice) -> None:
-        loops.inner_rows(rows[part], second[part] if others.dim() == 2 else second, sums[part])
 
-    in_parts(multiply, len(rows), ADDED * rows.shape[1], rows.dtype)
-    return torch.from_numpy(sums)
+def _inner_rows(values: Tensor, others: Tensor, n: int, d: int, m: int) -> Tensor:
+    parts = _members(n * d * ADDED)
+    sums = torch.empty(n if n >= parts else n * parts, dtype=torch.float64)
+    loop = teams.inner_rows(KINDS[values.dtype], KINDS[others.dtype])
+    _run(loop, (parts, n, m, d), (values.contiguous(), others.contiguous(), sums))
+    return sums if n >= parts else sums.view(parts, n).sum(0)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
+
+
+KINDS = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
+
+
+def _members(nanoseconds: float) -> int:
+    """Return in how many parts a team does this much work, at least one."""
+    return max(1, min(torch.get_num_threads(), int(nanoseconds) // PER_MEMBER)) if _has_threads() else 1
+
+
+def _run(loop: Any, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Run a loop of `numba_teams`.
+
+    Args:
+        loop: The loop.
+        sizes: What its task begins with; the number of parts comes first.
+        tensors: Contiguous, of the types and sizes that the task lists.
+    """
+    task = teams.TASK(*sizes, *(tensor.data_ptr() for tensor in tensors))
+    if sizes[0] == 1:
+        loop.ctypes(ctypes.addressof(task))
+    else:
+        _openmp()(loop.address, ctypes.addressof(task), sizes[0], 0)
+
+
+def _has_threads() -> bool:
+    return _openmp() is not None and os.getpid() == PROCESS
 
 
 def _shared_out(count: Callable[[slice], np.ndarray], n: int, cost: float, dtype: np.dtype) -> Tensor:
@@ -192,7 +216,7 @@ def in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype)
     """
     parts = min(torch.get_num_threads(), int(n * cost) // PER_THREAD, n)
     # The first call may compile, which must not happen on a thread whose stack size is not ours.
-    if parts < 2 or _openmp() is None or os.getpid() != PROCESS or (work.__code__, dtype) not in COMPILED:
+    if parts < 2 or not _has_threads() or (work.__code__, dtype) not in COMPILED:
         COMPILED.add((work.__code__, dtype))
         return [work(slice(0, n))]
     ends = [n * k // parts for k in range(parts + 1)]
@@ -226,6 +250,7 @@ def _openmp() -> Any:
     try:
         run = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):  # no such OpenMP; Windows has no such handle
+        teams.without_openmp()
         return None
     run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
     return run
