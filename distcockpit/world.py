@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcockpit.replay.memory import insist
+
 HEADER = (
     *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix", "rounds"),
     *("model", "layout", "failed", "riding", "joined"),
@@ -237,8 +239,8 @@ class World:
         """
         if self._header is None:
             return [dict(record)]
-        mine = torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        mine = insist(lambda: torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64))
+        gathered = insist(lambda: [torch.empty_like(mine) for _ in range(self.size)])
         with self._explained("finish a tracked step" if record["kind"] == TRACK else "synchronize"):
             dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
         records = [dict(zip(HEADER, row.tolist(), strict=True)) for row in gathered]

@@ -23,6 +23,7 @@ from distcockpit.losses.captured import ForwardPass
 from distcockpit.losses.reductions import terms_inside
 from distcockpit.losses.rerun import replayed
 from distcockpit.replay.batch_norms import training_batchnorms
+from distcockpit.replay.memory import is_out_of_memory
 from distcockpit.replay.snapshot import Attributes
 from distcockpit.replay.trees import map_tensors, tensors
 
@@ -128,6 +129,8 @@ class BatchAxes:
             as_it_was = replace(forward, args=args, kwargs=kwargs, uses=[], calls=Counter())
             usual = self._calls(model, as_it_was, functions, forward.batch_size)
         except Exception as error:  # raised by the user's model, so it can be anything
+            if is_out_of_memory(error):
+                raise
             self._give_up(_in_short(error))
             return None
         for only_first in (True, False):  # other tensors may have the batch's length by chance
@@ -135,6 +138,8 @@ class BatchAxes:
                 more = self._with_one_more(forward, only_first)
                 calls = self._calls(model, more, functions, forward.batch_size + 1)
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 problem = problem or _in_short(error)
                 continue
             grew, may_grow = _outputs_that_grew(forward, calls.get("", ()))

@@ -39,6 +39,7 @@ from distcockpit.losses.loss_calls import LossCalls
 from distcockpit.losses.mixed import OutputsOfCalls
 from distcockpit.losses.objective import Objective
 from distcockpit.losses.reductions import arguments_of_loss, terms_inside
+from distcockpit.replay.memory import release
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
@@ -185,7 +186,7 @@ class Capture:
                 keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
         if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
-        self._handles += self.parameter_gradients.watch()
+        self._handles += self.parameter_gradients.watch(lambda hook: functools.partial(self._see, hook))
         if self._is_loops:
             self._handles += [first_hook(p, self._kept_apart) for p in self._model.parameters() if p.requires_grad]
         if self._is_loops:
@@ -226,6 +227,10 @@ class Capture:
         if not self._goes_on:
             raise error
         self.fault = error
+        release(error)
+        self.parameter_gradients.forget()
+        for forward in self._passes:
+            forward.uses.clear()
         for watch in (self._loop, *self._watches):
             watch.is_muted = True
 
@@ -258,6 +263,11 @@ class Capture:
         if self._paused or (self._pass is not None and self._pass.is_open):
             return self._paused or here != self._opened_by
         return here != self._thread and not torch.is_grad_enabled()
+
+    @_harmless
+    def _see(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
+        """Show a gradient of a parameter to what watches these."""
+        return hook(gradient)
 
     @_harmless
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

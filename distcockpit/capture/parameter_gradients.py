@@ -14,6 +14,8 @@ from torch import Tensor
 from distcockpit.capture.signature import signature
 from distcockpit.gradients.factors import rows_of
 
+Hook = Callable[[Tensor], Tensor | None]
+
 ROUNDING = 1e-15
 """Relative error of a quotient of float64 numbers."""
 
@@ -80,6 +82,11 @@ class ParameterGradients:
             return None
         return kept[0]
 
+    def forget(self) -> None:
+        """Release everything; nothing is asked for any more."""
+        for each in (self.left, self.signatures, self._sums, self._grads):
+            each.clear()
+
     def release(self, name: str) -> None:
         """Release the sum of a parameter, which is not needed any more."""
         self._sums.pop(name, None)
@@ -118,8 +125,11 @@ class ParameterGradients:
         except RuntimeError:  # set separately for each backend, which these do not report
             return True
 
-    def watch(self) -> list[Any]:
+    def watch(self, guarded: Callable[[Hook], Hook] = lambda hook: hook) -> list[Any]:
         """Register hooks on the parameters, which see a gradient before the user's own hooks change it.
+
+        Args:
+            guarded: Makes a fault in a hook harmless.
 
         Returns:
             The handles to remove them with.
@@ -133,8 +143,8 @@ class ParameterGradients:
             is_exact = parameter.dtype in (torch.float32, torch.float64)
             in_grad = self._in_grad and name in self._summed and is_exact and not others
             if in_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_unsaved(self._accumulated(name))))
-            handles.append(first_hook(parameter, self._add(name, in_grad)))
+                handles.append(parameter.register_post_accumulate_grad_hook(_unsaved(guarded(self._accumulated(name)))))
+            handles.append(first_hook(parameter, guarded(self._add(name, in_grad))))
         return handles
 
     def _add(self, name: str, in_grad: bool) -> Callable[[Tensor], None]:

@@ -20,6 +20,7 @@ from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.losses.captured import CapturedMicroBatch
+from distcockpit.replay.memory import is_out_of_memory
 
 # Relative errors that rounding may cause, by dtype; dtypes of lower precision get LOW_PRECISION.
 GRADIENT_TOLERANCE = {torch.float64: 1e-2, torch.float32: 1e-2}
@@ -218,15 +219,15 @@ def examine(
         rows = {name: part for name, part in bucket.items() if name in rest}
         try:
             add_up(rows)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a module cannot be run again: which one?
+        except Exception as failure:  # a module cannot be run again: which one?
+            if is_out_of_memory(failure):
+                raise
             for name, part in rows.items():
                 try:
                     add_up({name: part})
-                except torch.OutOfMemoryError:
-                    raise
                 except Exception as problem:
+                    if is_out_of_memory(problem):
+                        raise
                     rest.remove(name)
                     text = f"its use could not be run again ({type(problem).__name__}: {problem})"
                     unserved[name] = text, list(scopes[name])

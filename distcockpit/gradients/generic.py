@@ -24,6 +24,7 @@ from distcockpit.gradients import parts
 from distcockpit.gradients.parts import Drawn
 from distcockpit.gradients.uses import Blocks, MicroBatch, Use, UseRule, to_front
 from distcockpit.replay.checkpointing import kept_activations
+from distcockpit.replay.memory import is_out_of_memory
 from distcockpit.replay.trees import map_tensors, tensors
 
 Outputs = dict[int, Tensor]
@@ -60,8 +61,8 @@ class GenericRule(UseRule):
             nonlocal route, chosen
             try:
                 return dict(zip(names, route(samples), strict=True))
-            except Exception:
-                if chosen == WHOLE:
+            except Exception as error:
+                if chosen == WHOLE or is_out_of_memory(error):
                     raise
                 route, chosen = again.whole(few=True), WHOLE  # this call is unlike the one that was checked
                 return dict(zip(names, route(samples), strict=True))
@@ -213,7 +214,9 @@ class _Again:
                     atol = 1e-3 * float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max()) + 1e-6 * size
                     if not torch.allclose(a, b, rtol=1e-3, atol=atol, equal_nan=True):
                         return False
-        except Exception:  # it cannot be run on a part, whatever the error says
+        except Exception as error:  # it cannot be run on a part, whatever the error says
+            if is_out_of_memory(error):
+                raise
             return False
         return True
 

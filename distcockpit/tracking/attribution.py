@@ -14,7 +14,7 @@ from distcockpit.capture.second_pass import mixed_up_rows, second_pass
 from distcockpit.capture.selfcheck import SelfCheck, check_outputs_tell_all, examine
 from distcockpit.capture.signature import norm_of, signature
 from distcockpit.losses.captured import CapturedMicroBatch
-from distcockpit.replay.memory import give_back
+from distcockpit.replay.memory import give_back, is_out_of_memory
 from distcockpit.tracking.setup import Setup
 
 
@@ -100,6 +100,9 @@ class Attribution:
                 self._raise_cover(unserved)
                 again, seen_again = self._again(captured, constant)
             except Exception as error:
+                if is_out_of_memory(error):
+                    self.cover = cover
+                    raise
                 if not self.check.was_all_right(names) and (required or not self._setup.slow_routes):
                     raise
                 self.cover, has_news, problem = cover, True, self._give_up(names, step, error)

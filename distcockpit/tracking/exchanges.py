@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distcockpit.curvature.lanczos import LargestEigenvalue
 from distcockpit.gradients.factors import rows_of
+from distcockpit.replay.memory import insist
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.clock import Clock
 from distcockpit.tracking.setup import Bucket, Setup
@@ -91,8 +92,9 @@ class Exchanges:
 
     def pool_more(self, vector: Tensor) -> Tensor:
         """All-reduce the next of these vectors."""
+        own = vector if self._setup.world.size == 1 else vector.clone()
         del self._more[0]
-        return vector if self._setup.world.size == 1 else self._all_reduce(vector.clone())
+        return own if self._setup.world.size == 1 else self._all_reduce(own)
 
     def confirm(self) -> None:
         """Make sure that all ranks are about to start an eigenvalue iteration; called once per eigenvalue.
@@ -104,7 +106,7 @@ class Exchanges:
             raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; see the errors on those ranks.")
 
     def _confirm(self, failed: float) -> int:
-        flag = torch.full((1,), failed, dtype=torch.float64, device=self._setup.device)
+        flag = insist(lambda: torch.full((1,), failed, dtype=torch.float64, device=self._setup.device))
         total = int(self._all_reduce(flag).item())
         self._to_confirm = 0 if total else self._to_confirm - 1
         return total
@@ -113,17 +115,20 @@ class Exchanges:
         with self._clock.waiting():
             return self._setup.world.all_reduce(buffer)
 
+    def _unknown(self, size: int) -> Tensor:
+        return insist(lambda: torch.full((size,), float("nan"), dtype=torch.float64, device=self._setup.device))
+
     def give_up(self) -> None:
         """Answer what the other ranks still wait for: send NaN, and report that this rank failed."""
-        unknown = torch.full((), float("nan"), dtype=torch.float64, device=self._setup.device)
         for arrived in list(self._in_flight):
             arrived()
+        self._in_flight.clear()
         if self._setup.world.size > 1:
             for bucket in list(self._buckets):
                 size = sum(elements(self._setup.tracked, bucket).values())
-                self._start(unknown.repeat(size * len(self.kinds)))()
+                self._start(self._unknown(size * len(self.kinds)))()
             for size in (*self._bounds, *self._more):
-                self._all_reduce(unknown.repeat(size))
+                self._all_reduce(self._unknown(size))
         if self._to_confirm:
             self._confirm(1.0)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
+from distcockpit.replay.memory import insist, is_out_of_memory, release
 from distcockpit.tracking.buckets import factor_of_autograds
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
@@ -57,20 +58,29 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
             stamp.n,
             [(q, stamps[q.name]) for q in rows],
             Layout.of(sums),
-            setup.world.all_reduce_async(pack(sums, setup.device)),
+            setup.world.all_reduce_async(insist(lambda: pack(sums, setup.device))),
             Layout.of(facts),
-            Pending(pack(facts, setup.device)),
+            Pending(insist(lambda: pack(facts, setup.device))),
         )
     )
     starting = inputs.starting
-    if starting.wants("update", "displacement") and inputs.start_values is not None and computed.seen:
+    if starting.wants("update", "displacement") and inputs.start_values is not None:
+        if not computed.seen:
+            session.updates.lose(stamp)
+            return
         losses = next(iter(computed.seen.values())).known_losses
         kept = [micro.batch.what_is_needed() for micro in inputs.captured] if inputs.keeps else []
         displaced = starting.with_need("displacement")
         scale, keeps = inputs.header.state.scale, setup.may_copy_parameters
         # The parameters are still what they were in the forward pass.
         start = Start(stamp, {}, losses, scale, kept, displaced, None, inputs.written, keeps_displacement=keeps)
-        session.updates.begin(start, inputs.start_values)
+        try:
+            session.updates.begin(start, inputs.start_values)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
+            session.ran_out_of_memory(inputs.step, "What needs the update that starts here is unknown.", error)
 
 
 @dataclass
@@ -98,7 +108,11 @@ def _compute(
             session.setup.world.refuse(record_of(COMPARE, inputs.step))
             raise RankFailed from error
         why = f"{type(error).__name__}: {error}"
-        session.say_once(f"failed {names}", f"step {inputs.step}: {', '.join(names)}: NaN, because of an error: {why}")
+        if is_out_of_memory(error):
+            session.ran_out_of_memory(inputs.step, f"{', '.join(names)}: NaN.", error)
+        else:
+            text = f"step {inputs.step}: {', '.join(names)}: NaN, because of an error: {why}"
+            session.say_once(f"failed {names}", text)
         unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
         for name in names:
             for values, layout in ((computed.sums, agreed), (computed.facts, replicated)):

@@ -12,6 +12,7 @@ from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.quantities.batch import LocalBatch
+from distcockpit.replay.memory import is_out_of_memory, release
 from distcockpit.tracking.buckets import BucketWalk
 from distcockpit.tracking.exchanges import Exchanges
 from distcockpit.tracking.inputs import StepInputs
@@ -34,7 +35,9 @@ def local_batches(session: Session, inputs: StepInputs, reductions: Reductions) 
     exchanges = Exchanges(session.setup, session.clock, inputs.active, rounds=rounds)
     try:
         return _local_batches(session, inputs, exchanges, reductions)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            release(error)
         exchanges.give_up()
         raise
 

@@ -145,13 +145,18 @@ class Recorder:
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
     def _record(self, store: RunStore, result: Result) -> bool:
-        unpacked = result.layout.unpack(result.sums.result()) | result.facts_layout.unpack(result.facts.result())
+        pooled = result.layout.unpack(result.sums.result())
+        unpacked = pooled | result.facts_layout.unpack(result.facts.result())
         totals: dict[str, dict[str, np.ndarray]] = {}
+        counts = {q.name: self._counts_something(q) for q, _ in result.quantities}
+        failed = {name for name, does in counts.items() if does and _is_unknown(pooled, name)}
         for name, value in unpacked.items():
             owner, _, key = name.partition("/")
             totals.setdefault(owner, {})[key] = value
         commit_due = False
         for quantity, stamp in result.quantities:
+            if quantity.name in failed:  # on a rank, which has said so: counts cannot be NaN, so there is no row
+                continue
             try:
                 commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
             except Exception as error:  # one quantity must not take the others down with it
@@ -161,6 +166,11 @@ class Recorder:
             step, _, scalar = name.partition("/")
             self._pooled.setdefault(int(step), {})[scalar] = float(value)
         return commit_due
+
+    def _counts_something(self, quantity: Quantity) -> bool:
+        """True if a row has integers that are no status."""
+        fields = quantity.group(self._model).fields.values()
+        return any(np.dtype(field.dtype).kind in "iub" and not field.codes for field in fields)
 
     def _append(
         self,
@@ -206,3 +216,9 @@ class Recorder:
             self._show("log", stamp, values)
             commit_due |= store.append("log", entry.step, values, stamp.coordinates())
         return commit_due
+
+
+def _is_unknown(pooled: Mapping[str, np.ndarray], quantity: str) -> bool:
+    """True if all sums of a quantity are NaN, as those of a rank are on which it failed."""
+    own = [value for name, value in pooled.items() if name.partition("/")[0] == quantity]
+    return bool(own) and all(np.isnan(value).all() for value in own)

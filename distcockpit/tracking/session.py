@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from distcockpit.capture.cover import Cover
 from distcockpit.curvature.diagonals import Diagonals
 from distcockpit.notices import Notices
+from distcockpit.replay.memory import give_back, is_out_of_memory
 from distcockpit.tracking.active import Actives
 from distcockpit.tracking.agreements import Agreements
 from distcockpit.tracking.attribution import Attribution
@@ -137,10 +138,30 @@ class Session:
         """
         self.updates.forget()
         self._begins_again |= isinstance(error, ModelsDiffer)
+        if is_out_of_memory(error):
+            self.ran_out_of_memory(step, "The step is not tracked.", error)
+            return
         self.say_once(
             f"skipped {type(error).__name__}",
             f"step {step} is not tracked, and neither are later steps while this lasts; training continues: "
             f"{type(error).__name__}: {error}",
+        )
+
+    def ran_out_of_memory(self, step: int, what: str, error: BaseException) -> None:
+        """Give free memory back, use smaller blocks from now on, and say so.
+
+        Args:
+            step: The step.
+            what: What is lost, a sentence.
+            error: What ran out.
+        """
+        give_back()
+        self._adopt(replace(self.setup, halvings=self.setup.halvings + 1))
+        self.say_once(
+            f"out of memory: {what}",
+            f"step {step}: out of memory ({error}). {what} Training continues, and from the next tracked step on this "
+            "rank forms half as many individual gradients at a time. Pass a smaller memory_budget=, or track fewer "
+            "quantities, if this comes back.",
         )
 
     def may_try_again(self, previous: int, start: Start | None) -> None:

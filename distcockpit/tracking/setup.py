@@ -48,6 +48,7 @@ class Setup:
     loss_function: object  # the function passed in place of a loss module, if any
     include: Sequence[str] | None
     exclude: Sequence[str] | None
+    halvings: int = 0  # of the blocks on this rank: one each time memory ran out
     structure: tuple[object, ...] = field(init=False)  # what identifies this part of the run
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class Setup:
     def block_elements(self) -> int:
         """Number of elements of a block: blocks that exceed a cache do not pay off."""
         size = max(p.element_size() for p in self.tracked.values())
-        return min(BLOCK_ELEMENTS, self.memory_budget // 4 // size)
+        return max(1, min(BLOCK_ELEMENTS, self.memory_budget // 4 // size) >> self.halvings)
 
     @property
     def batch_statistics_are_constants(self) -> bool:

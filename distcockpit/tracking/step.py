@@ -19,6 +19,7 @@ from distcockpit.gradients.rounding import calls_by_parameter, sums_over_sequenc
 from distcockpit.losses.captured import CapturedMicroBatch, KnownLoss
 from distcockpit.quantities.batch import Update
 from distcockpit.replay.batch_norms import training
+from distcockpit.replay.memory import is_out_of_memory, release
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.checked import CheckedStep
 from distcockpit.tracking.finish import finish
@@ -77,6 +78,7 @@ class TrackedStep:
                     raise
                 if self._capture is not None:
                     self._capture.stop()
+                release(error)
                 self._capture, self._fault = None, error
             self._session.clock.begin()
         return self
@@ -222,6 +224,8 @@ class TrackedStep:
             curvatures = self._checked.curvatures(captured)
             sizes = {q.name: q.sizes(observed(captured, q.name)) for q in self._active.with_need("output_sizes")}
         except Exception as error:
+            if is_out_of_memory(error):
+                release(error)
             setup.world.refuse(record_of(TRACK, self._step))
             raise _NotTracked from error
         try:

@@ -125,7 +125,8 @@ class Updates:
         self._start: Start | None = None
         self._spare: Mapping[str, Tensor] = {}  # copies of parameters that are not needed any more
         self._moving: set[str] = set()  # parameters that are not trained, but change all the same
-        self._cut: Stamp | None = None  # of an update during which the model changed
+        self._cut: Stamp | None = None  # of an update that cannot be known: the model changed, or there was no memory
+        self._lost: Stamp | None = None  # of an update whose start could not be kept
 
     @property
     def start(self) -> Start | None:
@@ -149,6 +150,7 @@ class Updates:
                 update needed, but not those that are not trained.
         """
         values, versions = {}, {}
+        self._lost = start.stamp  # until all is copied
         for name, p in parameters.items():
             if not (p.requires_grad or name in self._moving):
                 values[name], versions[name] = p.detach(), (p, p._version)
@@ -156,7 +158,11 @@ class Updates:
             spare = self._spare.get(name)
             fits = spare is not None and spare.dtype == p.dtype and spare.shape == p.shape and spare.device == p.device
             values[name] = spare.copy_(p.detach()) if spare is not None and fits else p.detach().clone()
-        self._start, self._spare = replace(start, values=values, versions=versions), {}
+        self._start, self._spare, self._lost = replace(start, values=values, versions=versions), {}, None
+
+    def lose(self, stamp: Stamp) -> None:
+        """The update that starts at this step will not be known on this rank; the other ranks are told when it ends."""
+        self._start, self._lost = None, stamp
 
     def resume(self, start: Start) -> None:
         """Go on with an update that began in an earlier part of the run."""
@@ -164,7 +170,7 @@ class Updates:
 
     def forget(self) -> None:
         """Drop the update in progress."""
-        self._start = None
+        self._start = self._lost = None
 
     def take_back(self, start: Start | None) -> None:
         """Restore an update whose last step may be repeated; its displacement has already been recorded."""
@@ -182,7 +188,7 @@ class Updates:
             The start, or ``None`` if there is none or steps were skipped in between.
         """
         start, self._start = self._start, None
-        self._cut = None
+        self._cut, self._lost = self._lost, None
         if start is None:
             return None
         self._spare = {name: value for name, value in start.values.items() if name not in start.versions}

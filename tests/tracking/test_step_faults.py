@@ -233,8 +233,8 @@ def test_a_quantity_of_the_user_fails(ranks: Ranks, tmp_path: Path, size: int, w
     there = stored.dropna("step")["step"].values.tolist()
     if where == "local":
         assert there == list(range(STEPS))
-    else:  # all of the step; at the next one an update would have ended, which ranks see that they do not share
-        assert there == [step for step in range(STEPS) if step != FAILS_AT and (size == 1 or step != FAILS_AT + 1)]
+    else:
+        assert there == [step for step in range(STEPS) if step != FAILS_AT]
     np.testing.assert_allclose(stored.reindex(step=there), [expected[step] for step in there], rtol=1e-5)
     assert run.attrs["state"] == "closed"
     if size == 1:  # else it is rank 0's store, and another rank's notice
@@ -270,6 +270,7 @@ class Gate(nn.Module):
 def test_gradients_that_cannot_be_explained_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps 0, 1, 3, 7 check themselves; what is found there is looked at again after 1, 2, 4, ... further ones."""
     torch.manual_seed(0)
+    random.seed(0)  # two draws could be alike
     net, norms = nn.Sequential(nn.Linear(5, 7), Gate(), nn.Tanh(), nn.Linear(7, 3)), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with DistCockpit(net, optimizer=optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:

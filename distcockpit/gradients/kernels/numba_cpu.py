@@ -159,7 +159,8 @@ def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tenso
 
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     """Return inner products of rows, float64 ``[N]``."""
-    return _inner_rows(values, others, *values.shape, 1 if others.dim() == 1 else others.shape[0])
+    n, d = values.shape
+    return _inner_rows(values, others, n, d, 1 if others.dim() == 1 else n)
 
 
 def _inner_rows(values: Tensor, others: Tensor, n: int, d: int, m: int) -> Tensor:
