@@ -212,7 +212,7 @@ class DistCockpit(JoinableCockpit):
                     run = RunStore(keys, mode, groups, told, here, options.lock_seconds, unwritten)
                     started.pop_all()
                 recorder = Recorder(run, options, facts, sinks)
-                announce(chosen, groups, name, world.size)
+                announce(chosen, groups, name, setup)
                 for why in missing:
                     logger.warning("distcockpit: %s", why)
         first = world.all_gather_object(None if run is None else run.first_step)[0]

@@ -1,4 +1,4 @@
-"""The line logged at startup: what is tracked, when, where it is stored, and how much space it takes."""
+"""The line logged at startup: what is tracked, when, where it is stored, and how much space and memory it takes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 from distcockpit.quantities.base import Quantity
 from distcockpit.schedules import in_words
 from distcockpit.store.schema import COORDINATES, Group
+from distcockpit.tracking.setup import Setup
 
 logger = logging.getLogger("distcockpit")
 
 STEPS = 1000
 
 
-def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, world_size: int) -> None:
+def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, setup: Setup) -> None:
     """Log the line at level INFO, to stderr unless the program has configured logging.
 
-    The size is that of the rows before compression.
+    The size is that of the rows before compression, the memory that of rank 0.
     """
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -27,10 +28,10 @@ def announce(quantities: Sequence[Quantity], groups: Mapping[str, Group], store:
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
-    logger.info("%s", announcement(quantities, groups, store, world_size))
+    logger.info("%s", announcement(quantities, groups, store, setup))
 
 
-def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, world_size: int) -> str:
+def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], store: str, setup: Setup) -> str:
     """Return the announcement, on one line."""
     by_schedule: dict[str, list[str]] = {}
     for quantity in quantities:
@@ -42,8 +43,19 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
         rows = f", up to {_readable(size)} of rows per {STEPS:,} steps"
     except Exception:  # a schedule that only knows fewer steps
         rows = ""
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    return f"distcockpit: {ranks} -> {store}{rows}. {what}"
+    ranks = f"{setup.world.size} rank{'s' if setup.world.size > 1 else ''}"
+    memory = f"up to {_readable(setup.memory_budget)} (memory_budget)"
+    if copies := copied_bytes(quantities, setup):
+        memory += f" + {_readable(copies)} for copies of parameters"
+    return f"distcockpit: {ranks} -> {store}{rows}. Memory: {memory} + inputs and output gradients of layers. {what}"
+
+
+def copied_bytes(quantities: Sequence[Quantity], setup: Setup) -> int:
+    """Return the size of the copies of parameters that rank 0 keeps: the initial ones, and those before an update."""
+    initial = [p for p in setup.tracked.values() if any(q.needs.initial for q in quantities)]
+    updated = any(q.needs.update or q.needs.displacement for q in quantities)
+    before = [p for p in setup.every.values() if updated and p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in (*initial, *before))
 
 
 def n_bytes(group: Group) -> int:

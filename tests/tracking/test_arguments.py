@@ -240,7 +240,20 @@ def test_the_line_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     # Rows of loss and learning rate: the value, and 4 coordinates; of the histogram: 101 edges, 100 counts, 5 more.
     size = 250 * 5 * 8 + 250 * 5 * 8 + 10 * (101 + 100 + 5 + 4) * 8
     assert f"up to {size / 1000:.3g} kB of rows per 1,000 steps" in line and str(tmp_path / "run") in line
+    assert "Memory: up to 268 MB (memory_budget) + inputs and output gradients of layers." in line
     assert "every(4): loss" in line and "every(100): grad_hist_1d" in line and "learning_rate" in line
+
+
+def test_the_line_at_the_start_counts_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the initial parameters that are tracked, and of all trained parameters before an update."""
+    caplog.set_level(logging.INFO, "distcockpit")
+    net = nn.Sequential(nn.Linear(100, 10, bias=False), nn.Linear(10, 50, bias=False), nn.Linear(50, 5, bias=False))
+    net[0].requires_grad_(False)
+    settings = {"loss_fn": nn.MSELoss(), "exclude": ["2"], "memory_budget": "1MB"}
+    for chosen, copied in (([q.Distance()], 2000), ([q.UpdateSize()], 3000), ([q.Distance(), q.Alpha()], 5000)):
+        DistCockpit(net, store=tmp_path / str(copied), quantities=chosen, **settings).close()
+        line = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO][-1]
+        assert f"up to 1 MB (memory_budget) + {copied / 1000:.3g} kB for copies of parameters" in line
 
 
 @pytest.mark.parametrize(

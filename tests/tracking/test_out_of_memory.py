@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -127,3 +127,43 @@ def test_a_step_that_checks_itself(ranks: Ranks, tmp_path: Path, size: int) -> N
     for k in range(0, counts[CHECKING], counts[CHECKING] // 15):
         check(ranks, size, tmp_path, "economy", FIRST + 3, {CHECKING: k})
         shutil.rmtree(tmp_path / "failed")
+
+
+class Largest(q.Quantity, q.Statistic):
+    """The largest block of individual gradients that each step formed; at one step there is no memory for it."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def group(self, model: q.Model) -> q.Group:
+        return q.Group({"largest": q.Field()})
+
+    def statistics(self, step: int, parameters: Any, memory: dict) -> dict:
+        self.sizes.append(0)
+        return {"blocks": self}
+
+    def outer(self, *args: Any) -> None:
+        pass
+
+    def block(self, name: str, gradients: Tensor, samples: slice, part: slice = slice(None)) -> None:
+        if len(self.sizes) == FIRST:
+            raise MemoryError("no memory for a block")
+        self.sizes[-1] = max(self.sizes[-1], gradients.numel())
+
+    def local(self, batch: q.LocalBatch, memory: dict) -> dict:
+        return {"largest": 0.0}
+
+    def finalize(self, totals: Any, n: int) -> dict:
+        return {"largest": totals["largest"]}
+
+
+def test_blocks_are_half_as_large_from_then_on(tmp_path: Path) -> None:
+    Largest.sizes.clear()
+    net = nn.Linear(64, 64, bias=False)
+    with DistCockpit(net, store=tmp_path, quantities=[Largest()], schedule=every(1), memory_budget=1 << 18) as cockpit:
+        for step in range(FIRST + 2):
+            with cockpit.track(step):
+                cockpit(torch.randn(8, 3, 64)).square().sum((1, 2)).mean().backward()
+    before, (failed, *after) = Largest.sizes[: FIRST - 1], Largest.sizes[FIRST - 1 :]
+    assert failed == 0 and set(before) == {1 << 14} and set(after) == {1 << 13}
+    rows = open_run(tmp_path)["largest"]["largest"]
+    assert rows.isnull().values.tolist() == [step == FIRST - 1 for step in range(FIRST + 2)]
