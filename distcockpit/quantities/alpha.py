@@ -26,6 +26,7 @@ STATUS = (
     "interrupted",
     "losses_unknown",
     "no_individual_gradients",
+    "failed",  # on a rank, such as for want of memory; a notice says why
 )
 OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
 ZERO_VARIANCE = 1e-10
@@ -140,6 +141,9 @@ class Alpha(Quantity):
         if "update_norm" not in totals:
             return None
         norm = float(totals["update_norm"])
+        if np.isnan([totals["inputs_changed"], totals["start_n"]]).any():
+            unknown = dict.fromkeys([*OBSERVATIONS, *(f"{name}_variance" for name in OBSERVATIONS)], np.nan)
+            return {"alpha": np.nan, "status": STATUS.index("failed"), "update_norm": norm, **unknown}
         counts = (int(totals["start_n"]), n, int(totals["start_n"]), n)
         with np.errstate(all="ignore"):
             pairs = [_mean_and_variance(totals[name], count) for name, count in zip(OBSERVATIONS, counts, strict=True)]

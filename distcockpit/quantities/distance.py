@@ -12,7 +12,7 @@ from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import Differences, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
-STATUS = ("measured", "start_unknown")
+STATUS = ("measured", "start_unknown", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Distance(Quantity):
 
     $\|\theta_t - \theta_0\|$, per parameter and overall. In units of the parameters. Rank 0 keeps a copy of the tracked
     parameters. NaN, with a ``status``, in a run that was resumed without the cockpit's state: the initial values are
-    then unknown.
+    then unknown; and at a step at which rank 0 failed.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
@@ -57,5 +57,5 @@ class Distance(Quantity):
         return {
             "distance": np.sqrt(totals["squares"]),
             "total": np.sqrt(totals["squares"].sum()),
-            "status": int(not totals["known"]),
+            "status": 2 if np.isnan(totals["known"]) else int(not totals["known"]),
         }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from paths import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PACKAGE = str(ROOT / "distcockpit")
+import distcockpit
+
+PACKAGE = str(Path(distcockpit.__file__).parent)
 OF_THE_LOOP = {"__torch_function__", "_call"}  # which call what the loop calls
 
 
