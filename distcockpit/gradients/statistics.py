@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
+from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.factors import WHOLE, Rows, RowWise
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
@@ -71,7 +72,7 @@ class Statistic(ABC):
         """
         return None
 
-    def of_rows(self, name: str, source: RowWise) -> Tensor:
+    def of_rows(self, name: str, source: RowWise, rows: slice) -> Tensor:
         """Return the same for some rows of a parameter; only called if `goes_along`."""
         raise NotImplementedError(f"{type(self).__name__} goes along, so it must define of_rows().")
 
@@ -257,9 +258,10 @@ class Projection(Statistic):
             batch_size: B.
             parts: The parameters of each vector.
             in_double: Whether products of layers with one product per sample are in float64.
-            first: The first row of the parameters of which the direction holds only some rows.
+            first: If the direction holds what is walked over and no more: the first rows of the parameters of which
+                it holds only some.
         """
-        self.direction, self._in_double, self._first = direction, in_double, first or {}
+        self.direction, self._in_double, self._first = direction, in_double, first
         self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
         device = direction[next(iter(direction))].device
         self.values = torch.zeros(len(parts or [0]), batch_size, dtype=torch.float64, device=device)
@@ -289,17 +291,27 @@ class Projection(Statistic):
 
     @property
     def takes_some_rows(self) -> bool:
-        """Projections add up over rows."""
-        return True
+        """Projections add up over rows, but those of a whole direction must know which ones are meant."""
+        return self._first is not None
 
-    def of_rows(self, name: str, source: RowWise) -> Tensor:
+    def of_rows(self, name: str, source: RowWise, rows: slice) -> Tensor:
         """The same, for some rows of a parameter."""
-        direction = self.direction[name]
+        direction = self._rows(name, rows)
         in_double = self._in_double and source.sizes[0] == 1
         along = source.along(direction.double() if in_double else direction)
         result = along.new_zeros(len(self.values), len(along))
         result[self._part[name]] = along
         return result
+
+    def _rows(self, name: str, part: slice) -> Tensor:
+        """Return some rows of the direction, given as rows of the parameter."""
+        if part == WHOLE:
+            return self.direction[name]
+        first = (self._first or {}).get(name, 0)
+        some = slice(part.start - first, part.stop - first)
+        if isinstance(self.direction, Differences):  # which it computes alone
+            return self.direction.rows(name, some)
+        return self.direction[name][some]
 
     def take(self, values: Tensor, samples: slice) -> None:
         """Projections add up over layers."""
@@ -313,7 +325,7 @@ class Projection(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        direction = _of(self.direction[name], part, self._first.get(name, 0)).reshape(-1)
+        direction = self._rows(name, part).reshape(-1)
         self.values[self._part[name], samples] += kernels.inner_rows(rows, direction)
 
 

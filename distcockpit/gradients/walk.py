@@ -187,7 +187,7 @@ class _Group:
             return False
         if self._rows is not None:
             (name,) = self._names
-            taken = [statistic.of_rows(name, source) for source in self._sources.get(name, ())]
+            taken = [statistic.of_rows(name, source, self._rows) for source in self._sources.get(name, ())]
             if not taken:
                 return False
         else:

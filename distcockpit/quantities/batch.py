@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -116,36 +116,6 @@ class Model:
             return [self.parameters]
         held = {name for names in self.optimizers.values() for name in names}
         return [*self.optimizers.values(), [name for name in self.shapes if name not in held]]
-
-
-class Differences(Mapping[str, Tensor]):
-    """The differences of tensors of the same dtype, in at least float32, each computed when it is asked for.
-
-    Args:
-        after: By name.
-        before: At least the same names.
-        keep: Whether to keep what was computed.
-    """
-
-    def __init__(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], *, keep: bool = False) -> None:
-        self._after, self._before, self._keep = after, before, keep
-        self._kept: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._kept:
-            return self._kept[name]
-        after, before = self._after[name].detach(), self._before[name].detach()
-        kind = torch.promote_types(after.dtype, torch.float32)
-        found = after.to(kind) - before.to(kind)
-        if self._keep:
-            self._kept[name] = found
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._after)
-
-    def __len__(self) -> int:
-        return len(self._after)
 
 
 @dataclass(frozen=True)

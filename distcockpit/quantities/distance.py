@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from distcockpit.gradients.differences import Differences
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import Differences, LocalBatch, Model, Needs
+from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
 STATUS = ("measured", "start_unknown", "failed")

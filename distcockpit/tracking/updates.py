@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
+from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.generic import notices_of
 from distcockpit.gradients.statistics import Projection
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Differences, Update
+from distcockpit.quantities.batch import Update
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.memories import Memories
 from distcockpit.tracking.packed import Layout, pack

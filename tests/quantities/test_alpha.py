@@ -15,7 +15,7 @@ from loops import shows
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import Alpha, GradNorm, MeanGSNR, UpdateSize
+from distcockpit.quantities import Alpha, GradHist1d, GradNorm, MeanGSNR, UpdateSize
 from distcockpit.quantities.alpha import fit_alpha
 
 
@@ -178,3 +178,26 @@ def test_skipped_steps(tmp_path: Path, together: bool) -> None:
         assert run["update_size"]["total"].values[1] == 0
     else:
         assert "step_skipped" not in statuses("alpha") + statuses("alpha_0")
+
+
+@pytest.mark.parametrize("chosen", ["alone", "beside histograms"])
+@pytest.mark.parametrize("shape", ["one product", "sequences"])
+def test_large_parameters_are_walked_some_rows_at_a_time(tmp_path: Path, shape: str, chosen: str) -> None:
+    """A small budget makes buckets of rows: 90,000 elements do not fit into one."""
+    alphas = []
+    for budget in ("1MB", "256MiB"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(100, 900), nn.Tanh(), nn.Linear(900, 100, bias=False), nn.Linear(100, 3))
+        optimizer, store = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), tmp_path / budget
+        beside = [] if chosen == "alone" else [GradHist1d()]
+        options = {"quantities": [Alpha(), *beside], "schedule": every(1), "memory_budget": budget}
+        with DistCockpit(net, nn.MSELoss(), optimizer, store=store, **options) as cockpit:
+            for step in range(5):
+                x = torch.randn(*((4,) if shape == "one product" else (4, 7)), 100)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    nn.functional.mse_loss(cockpit(x), torch.ones_like(x[..., :3])).backward()
+                optimizer.step()
+        alphas.append(open_run(store)["alpha"]["alpha"].values)
+    assert len(alphas[0]) == 4 and np.isfinite(alphas[0]).all()
+    np.testing.assert_allclose(*alphas, rtol=1e-5)
