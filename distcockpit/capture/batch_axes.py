@@ -137,9 +137,7 @@ class BatchAxes:
             try:
                 more = self._with_one_more(forward, only_first)
                 calls = self._calls(model, more, functions, forward.batch_size + 1)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
+            except Exception as error:  # also if there is memory for the batch, but not for one sample more
                 problem = problem or _in_short(error)
                 continue
             grew, may_grow = _outputs_that_grew(forward, calls.get("", ()))
