@@ -33,11 +33,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def release(error: BaseException) -> None:
-    """Free what an error that was caught holds: the variables of all functions that it left."""
+    """Free what an error that was caught holds: the variables of all functions that it left.
+
+    Its context may be an error of the user's, and keeps its variables; its cause is ours.
+    """
     left: BaseException | None = error
     while left is not None:
         traceback.clear_frames(left.__traceback__)
-        left = left.__cause__ or left.__context__
+        left = left.__cause__
 
 
 def insist(make: Callable[[], T]) -> T:

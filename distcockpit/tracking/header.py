@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from distcockpit.losses.interpretation import alike
-from distcockpit.replay.memory import insist
 from distcockpit.tracking.packed import pack
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.setup import Setup
@@ -89,7 +88,7 @@ class Header:
             source = next(rank for rank in range(session.setup.world.size) if rank not in joined)
             state, epoch = _broadcast(session.setup, source, state, epoch)
         assert state is not None  # ranks that train know their own
-        return cls(BatchTotals.of(records), state, epoch, insist(lambda: session.share_logs(records)))
+        return cls(BatchTotals.of(records), state, epoch, session.share_logs(records))
 
 
 def _broadcast(

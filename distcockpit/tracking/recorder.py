@@ -145,18 +145,14 @@ class Recorder:
     # -- on the writer's thread --------------------------------------------------------------------------------------
 
     def _record(self, store: RunStore, result: Result) -> bool:
-        pooled = result.layout.unpack(result.sums.result())
-        unpacked = pooled | result.facts_layout.unpack(result.facts.result())
-        totals: dict[str, dict[str, np.ndarray]] = {}
-        counts = {q.name: self._counts_something(q) for q, _ in result.quantities}
-        failed = {name for name, does in counts.items() if does and _is_unknown(pooled, name)}
-        for name, value in unpacked.items():
-            owner, _, key = name.partition("/")
-            totals.setdefault(owner, {})[key] = value
+        totals = _by_owner(result.layout.unpack(result.sums.result()))
+        unknown = {name for name, sums in totals.items() if all(v.size and np.isnan(v).all() for v in sums.values())}
+        for owner, facts in _by_owner(result.facts_layout.unpack(result.facts.result())).items():
+            totals.setdefault(owner, {}).update(facts)
         commit_due = False
         for quantity, stamp in result.quantities:
-            if quantity.name in failed:  # on a rank, which has said so: counts cannot be NaN, so there is no row
-                continue
+            if quantity.name in unknown and self._counts_something(quantity):
+                continue  # it failed on a rank, which has said so; counts cannot be NaN, so there is no row
             try:
                 commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
             except Exception as error:  # one quantity must not take the others down with it
@@ -218,7 +214,10 @@ class Recorder:
         return commit_due
 
 
-def _is_unknown(pooled: Mapping[str, np.ndarray], quantity: str) -> bool:
-    """True if all sums of a quantity are NaN, as those of a rank are on which it failed."""
-    own = [value for name, value in pooled.items() if name.partition("/")[0] == quantity]
-    return bool(own) and all(np.isnan(value).all() for value in own)
+def _by_owner(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Sort values named ``owner/name`` by their owners."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for full, value in values.items():
+        owner, _, name = full.partition("/")
+        found.setdefault(owner, {})[name] = value
+    return found
