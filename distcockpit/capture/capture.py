@@ -100,6 +100,7 @@ class Capture:
         goes_on: Whether a fault only costs this step, and does not end the run.
         copies: Whether to copy the model's arguments, which the user may overwrite as soon as it has returned.
         tracked: The tracked parameters, by name, for a step of the loop; ``None`` for a second pass.
+        look: Called with the gradients at outputs of calls as they arrive, instead of keeping them.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class Capture:
         goes_on: bool = False,
         wrappers: Sequence[nn.Module] = (),
         tracked: Mapping[str, Tensor] | None = None,
+        look: Callable[[Use, int, Tensor], None] | None = None,
     ) -> None:
+        self._look = look
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
         self._batch_size, self._keeps_calls = batch_size, keeps_calls
@@ -148,7 +151,7 @@ class Capture:
         self._before: dict[int, _Before] = {}
         self._open = False
         self._entered = 0.0
-        self._to_show: list[tuple[Use, int, Tensor]] = []
+        self._to_show: list[tuple[Use, int, dict[Any, dict[str, Tensor]]]] = []  # for each axis that may be the batch
         self._late: tuple[nn.Module, Watch] | None = (
             None  # a module called by the backward pass, and what watches its calls
         )
@@ -610,6 +613,8 @@ class Capture:
         """Attach receivers for output gradients to a call; one recomputed by checkpointing then becomes a use."""
 
         def add(position: int) -> Callable[[Tensor], None]:
+            if self._look is not None:
+                return functools.partial(self._look, use, position)
             to_use = adder(use.output_gradients, position, lambda: use.axes[position])
 
             def received(gradient: Tensor) -> None:
@@ -622,7 +627,8 @@ class Capture:
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                self._on_gradient(source, collector(add(position), view, self._kept), use)
+                keep = Tensor.detach if self._look is not None else self._kept
+                self._on_gradient(source, collector(add(position), view, keep), use)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:
@@ -633,17 +639,19 @@ class Capture:
         if first is None:
             return
         values = tensors(output)[first].detach()
+        axis = use.axes[first]
         if self._axes.is_known(use.key, use.call):
-            self._show(use, first, values)
-        else:
-            self._to_show.append((use, first, values.clone()))  # once the step has ended
+            use.observed = self._observations(use, values, None if isinstance(axis, Folded) else axis)
+            return
+        size = self._pass.batch_size if self._pass is not None else 0
+        axes = [None, *(k for k, length in enumerate(values.shape) if length == size)]
+        self._to_show.append((use, first, {axis: self._observations(use, values, axis) for axis in axes}))
 
-    def _show(self, use: Use, position: int, values: Tensor) -> None:
-        axis = None if isinstance(use.axes[position], Folded) else use.axes[position]
+    def _observations(self, use: Use, values: Tensor, axis: int | None) -> dict[str, Tensor]:
         values = to_front(values, axis)
         mine = {name: observe for name, (observe, paths) in self._observers.items() if use.layer.path in paths}
         kept = {name: observe(values, axis is not None) for name, observe in mine.items()}
-        use.observed = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     @_harmless
     def _leave_loss(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -698,9 +706,9 @@ class Capture:
         self._backward_passes.check_layers()
         self._backward_passes.check_kept()
         self._axes.settle(self._model, self._passes, self._functions)
-        with torch.no_grad():
-            for use, position, values in self._to_show:
-                self._show(use, position, values)
+        for use, position, by_axis in self._to_show:
+            axis = use.axes[position]
+            use.observed = by_axis[axis if axis in by_axis else None]
         self.skips = self._settled and not all(f.went_backward or not f.batch_size for f in self._passes)
         loss = (
             self._loss if self._loop.scale is None else replace(self._loss, factor=float(self._loop.scale.result()[0]))

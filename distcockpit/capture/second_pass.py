@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distcockpit.capture.batch_axes import BatchAxes
 from distcockpit.capture.batch_norm import batch_statistics
@@ -90,8 +91,15 @@ def _mixed_up(
         forward = replace(forward, args=args, kwargs=kwargs)
     inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
     found: set[tuple[str, str]] = set()
-    mixed = False
-    with _recaptured(model, forward, layers, axes, constant_statistics) as (again, outputs):
+    mixed, silent = False, torch.zeros(n, dtype=torch.bool)
+    astray: set[Use] = set()  # calls whose rows a gradient reached although it is zero for these samples
+
+    def look(use: Use, position: int, gradient: Tensor) -> None:
+        axis = use.axes[position]
+        if axis is not None and use not in astray and _reaches(silent, to_front(gradient, axis)):
+            astray.add(use)
+
+    with _recaptured(model, forward, layers, axes, constant_statistics, look) as (again, outputs):
         arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
         rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
         starts = [outputs[k] for k in rows]
@@ -100,22 +108,33 @@ def _mixed_up(
         total = torch.autograd.grad(
             [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
         )
-        uses = [use for micro in again.micros for one in micro.passes for use in one.uses]
-        ends: Any = [*inputs, *again.edges]  # and no weights, whose gradients would take as much memory as they do
+        ends: Any = [*inputs, *_last(again.edges, inputs)]  # few, as autograd holds the gradients of all at once
         for loud in _parts(n):
-            for use in uses:
-                use.output_gradients.clear()
-            masked = [_without(~loud, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
+            silent = ~loud
+            masked = [_without(silent, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
             arrived_at = torch.autograd.grad(starts, ends, masked, allow_unused=True, retain_graph=True)
             for gradient in arrived_at[: len(inputs)]:
-                mixed |= gradient is not None and _reaches(~loud, gradient.movedim(axes.batch_dim, 0))
-            for use in uses:
-                rows_of = [g for k, g in use.output_gradients.items() if use.axes[k] is not None]
-                if any(_reaches(~loud, g) for g in rows_of):
-                    found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
-                    index = tensors((use.args, use.kwargs)) if isinstance(use.form, EmbeddingRule) else []
-                    mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
+                mixed |= gradient is not None and _reaches(silent, gradient.movedim(axes.batch_dim, 0))
+        for use in astray:
+            found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
+            index = tensors((use.args, use.kwargs)) if isinstance(use.form, EmbeddingRule) else []
+            mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
     return found, mixed
+
+
+def _last(edges: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> list[GradientEdge]:
+    """Return the edges that a backward pass must be asked for to pass through all of them and reach the leaves."""
+    ends = {edge.node for edge in edges} | {get_gradient_edge(leaf).node for leaf in leaves}
+    passes: dict[Any, bool] = {}  # whether there is an end below a node
+    for edge in edges:
+        path = [edge.node]
+        while path:
+            below = [node for node, _ in path[-1].next_functions if node is not None]
+            unknown = [node for node in below if node not in passes]
+            if not unknown:
+                passes[path.pop()] = any(node in ends or passes[node] for node in below)
+            path += unknown
+    return [edge for edge in edges if not passes[edge.node]]
 
 
 def _parts(n: int) -> list[Tensor]:
@@ -140,9 +159,10 @@ def _recaptured(
     layers: Sequence[Layer],
     axes: BatchAxes,
     constant_statistics: bool,
+    look: Callable[[Use, int, Tensor], None] | None = None,
 ) -> Generator[tuple[Capture, list[Tensor]], None, None]:
     """Call the model again with other layers hooked, and yield the tensors it returns."""
-    again = Capture(model, layers, KnownLoss(None), axes, batch_size=forward.batch_size, copies=False)
+    again = Capture(model, layers, KnownLoss(None), axes, batch_size=forward.batch_size, copies=False, look=look)
     statistics = batch_statistics(forward, model) if constant_statistics else None
     try:
         again.start()

@@ -148,6 +148,8 @@ class TrackedStep:
             self._checked.do_without_gradients(self._mixing, self._active.of_gradients)
         resumes, scale = session.resumes_at(self._step), setup.loss_scale()
         self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
+        if start is not None and self._ending[0] is not None:
+            self._start = start = start.with_slopes(self._ending[0])
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
         self._versions = {name: p._version for name, p in setup.every.items()}
         leaves = setup.facts.leaves

@@ -37,9 +37,9 @@ class Start:
     scale: float | None  # of the gradient scaler
     batches: Sequence[MicroBatch]  # empty if no quantity needs the update from both ends
     displaced: Sequence[Quantity]  # those that need the displacement
-    slopes: Tensor | None = None  # in a resumed run: slopes of this rank's samples along the parts of the update [K, B]
-    inputs_were_changed: bool = False  # in a resumed run: whether inputs had changed when it was saved
-    norm: float | None = None  # in a resumed run: the length of the update that the slopes belong to
+    slopes: Tensor | None = None  # once known: of this rank's samples along the parts of the update [K, B]
+    inputs_were_changed: bool = False  # likewise: whether inputs had changed by then
+    norm: float | Tensor | None = None  # likewise: the length of the update that the slopes belong to
     keeps_displacement: bool = False  # whether there is memory for it
     versions: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)  # of parameters without a copy
     _displacement: list[Differences] = field(default_factory=list)
@@ -96,8 +96,13 @@ class Start:
             start_n=self.stamp.n,
             inputs_changed=changed,
             skipped=self.scale is not None and scale is not None and scale < self.scale,
-            interrupted=self.norm is not None and not math.isclose(float(norm), self.norm, rel_tol=1e-6),
+            interrupted=self.norm is not None and not math.isclose(float(norm), float(self.norm), rel_tol=1e-6),
         )
+
+    def with_slopes(self, update: Update) -> Start:
+        """Return it with the slopes in place of the calls that they were computed from."""
+        slopes, changed = update.start_slopes, update.inputs_changed
+        return replace(self, batches=(), slopes=slopes, inputs_were_changed=changed, norm=update.norm)
 
 
 def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update:
