@@ -88,8 +88,10 @@ def rows_agree(found: Mapping[int, Tensor], expected: Mapping[int, Tensor], samp
     for position, z in expected.items():
         size = z.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax() if z.numel() else 0.0
         n = samples.stop - samples.start
-        a, b = (t.detach().double().reshape(n, z.numel() // len(z)) for t in (found[position], z[samples]))
-        agree.append((((a - b).abs() <= tolerance * size) | (a == b) | (a.isnan() & b.isnan())).all(1))
+        kind = torch.promote_types(z.dtype, torch.float32)
+        a, b = (t.detach().to(kind).reshape(n, z.numel() // len(z)) for t in (found[position], z[samples]))
+        near = (a - b).abs_() <= tolerance * size
+        agree.append((near | (a == b) | (a.isnan() & b.isnan())).all(1))
     return torch.stack(agree).all(0)
 
 

@@ -99,7 +99,8 @@ class BucketWalk:
         self._part_of_mean: dict[str, Tensor] = {}
         self._bounds = nothing.new_zeros(len(self._index), 3)
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
-        self._room = setup.kept_bytes if inputs.keeps or self._projects else 0
+        has_second_walk = inputs.keeps or self._projects
+        self._room = setup.kept_bytes(beside_update=inputs.update is not None) if has_second_walk else 0
 
     def walk(self) -> StepSums:
         """All buckets, one after the other."""

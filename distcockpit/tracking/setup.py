@@ -78,12 +78,16 @@ class Setup:
     @cached_property
     def may_copy_parameters(self) -> bool:
         """True if copies of all parameters, or gradients, fit into the memory; else they are there bucket by bucket."""
-        return sum(p.numel() * p.element_size() for p in self.tracked.values()) <= self.memory_budget // 4
+        return self._parameter_bytes <= self.memory_budget // 4
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of formed individual gradients that may be kept for the next walk."""
-        return self.memory_budget // 4
+    def _parameter_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.tracked.values())
+
+    def kept_bytes(self, *, beside_update: bool) -> int:
+        """Bytes of formed individual gradients that may be kept for the next walk, beside an update that is kept."""
+        update = self._parameter_bytes if beside_update and self.may_copy_parameters else 0
+        return self.memory_budget // 4 - update
 
     def forget_parameters(self) -> None:
         """Drop the cached parameters, because the model now holds different ones."""
