@@ -89,8 +89,10 @@ def test_what_is_formed_once_serves_all_walks(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setattr(ConvolutionRule, "blocks", counted)
     monkeypatch.setattr(ConvolutionRule, "jvp", counted_jvp)
     panel = [q.Alpha(), q.OrthoTest(), q.InnerTest(), q.NormTest(), q.GradHist1d(), q.MeanGSNR()]
-    rows, calls, first = {}, {}, 5 * 4 * (4 * 2 * 9 + 4)  # bytes of all individual gradients of the first layer
-    for budget in ("256MiB", 4 * first, 1):
+    first = 5 * 4 * (4 * 2 * 9 + 4)  # bytes of all individual gradients of the first layer
+    update = 4 * (4 * 2 * 9 + 4 + 3 * 4 * 9 + 3 + 3 * 12 + 3)  # bytes of the update, which is kept as well
+    rows, calls, enough = {}, {}, 4 * (first + update)
+    for budget in ("256MiB", enough, 1):
         torch.manual_seed(0)
         body = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(12, 3)]
         net, loss_fn, store = nn.Sequential(*body), nn.CrossEntropyLoss(reduction="sum"), tmp_path / f"{budget}"
@@ -110,9 +112,9 @@ def test_what_is_formed_once_serves_all_walks(tmp_path: Path, monkeypatch: Any) 
         run = open_run(store)
         rows[budget] = {p.name: {k: v.values for k, v in run[p.name].items() if k != "wall_time"} for p in panel}
     assert calls["256MiB"] == ["0"] * 2 + ["2"] * 2
-    assert calls[4 * first] == ["0"] * 2 + ["2"] * 2 + ["along 2"] * 4
+    assert calls[enough] == ["0"] * 2 + ["2"] * 2 + ["along 2"] * 4
     assert calls[1] == ["0"] * 2 + ["2"] * 2 + ["along 0"] * 4 + ["along 2"] * 4
-    for other in (rows[4 * first], rows[1]):
+    for other in (rows[enough], rows[1]):
         for name, fields in rows["256MiB"].items():
             for key, values in fields.items():
                 np.testing.assert_allclose(other[name][key], values, rtol=2e-4, atol=1e-7, err_msg=f"{name}/{key}")
