@@ -5,7 +5,7 @@ It is captured by hooks on the parameters, before DDP averages it over ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class ParameterGradients:
         self._grads: dict[str, tuple[Tensor, int] | None] = {}  # where .grad is the sum: it, and its version
         self._lost: set[str] = set()  # of those, the ones that something else wrote to
         self.were_written = False  # whether one was asked for that something else wrote to
+
+    @property
+    def copies(self) -> Iterable[Tensor]:
+        """The copies of gradients that it holds."""
+        return (*self._sums.values(), *(g for g in self.left.values() if g is not None))
 
     def times(self, factor: float | Tensor, name: str, rows: slice) -> Tensor | None:
         """Return the gradient of some rows of a parameter times a factor; zero if none arrived, ``None`` if not known.

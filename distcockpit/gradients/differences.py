@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ class Differences(Mapping[str, Tensor]):
     def rows(self, name: str, rows: slice) -> Tensor:
         """Return some rows, without computing the others if these are not kept."""
         return self[name][rows] if self._keep else self._subtract(name, rows)
+
+    @property
+    def kept(self) -> Collection[Tensor]:
+        """The differences that are kept."""
+        return self._kept.values()
 
     def _subtract(self, name: str, rows: slice) -> Tensor:
         after, before = (rows_of(each[name].detach(), rows) for each in (self._after, self._before))

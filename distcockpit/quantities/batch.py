@@ -50,6 +50,7 @@ class Needs:
         optimizer: The parameter groups and learning rates of the optimizer.
         averaged: What ``.grad`` holds when `track` ends, and what it would hold after plain averaging over ranks, in
             ``BucketSums.averaged``.
+        held: How much memory the step holds beside what the loop does.
     """
 
     loss: bool = False
@@ -73,6 +74,7 @@ class Needs:
     initial: bool = False
     optimizer: bool = False
     averaged: bool = False
+    held: bool = False
 
     @property
     def second_order(self) -> bool:
@@ -217,6 +219,16 @@ class Times:
     exchanged_bytes: int  # what this rank passed to them
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a step holds beside what the loop does and beside ``memory_budget``, on this rank, in bytes."""
+
+    factors: (
+        int  # inputs of calls with parameters, and the gradients at their outputs, when the backward pass has ended
+    )
+    copies: int  # copies of parameters and of their gradients, and an update that is kept
+
+
 Observed = Sequence[Sequence[tuple[str, Tensor]]]
 """What a quantity's ``observe`` kept: by micro-batch, then by call in forward order, with the name of the module."""
 
@@ -244,6 +256,7 @@ ASKED_FOR = {
     "initial": ("initial",),
     "learning_rates": ("optimizer",),
     "scale_of_grad": ("averaged",),
+    "held": ("held",),
 }
 """Which needs (any of them) provide which attribute of a `LocalBatch`."""
 
@@ -285,6 +298,7 @@ class LocalBatch(_Pooled):
     learning_rates: Sequence[float | Tensor]
     scale_of_grad: Tensor  # float64, a number: this rank's part of what .grad is to be divided by, to be in units of G
     times: Times
+    held: Held | None
 
     def __getattr__(self, name: str) -> Any:
         need = ASKED_FOR.get(name)

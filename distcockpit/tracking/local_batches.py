@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
+from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
-from distcockpit.quantities.batch import LocalBatch
+from distcockpit.quantities.batch import Held, LocalBatch
 from distcockpit.replay.memory import is_out_of_memory, release
+from distcockpit.replay.trees import memory_of, tensors
 from distcockpit.tracking.buckets import BucketWalk
 from distcockpit.tracking.exchanges import Exchanges
 from distcockpit.tracking.inputs import StepInputs
@@ -99,6 +101,7 @@ def _local_batches(
         learning_rates=state.learning_rates,
         scale_of_grad=_scale_of_grad(inputs, setup.device),
         times=inputs.times(),
+        held=_held(session, inputs, batches) if active.wants("held") else None,
     )
     return {
         q.name: batch.for_quantity(
@@ -111,6 +114,26 @@ def _local_batches(
         )
         for q in active
     }
+
+
+def _held(session: Session, inputs: StepInputs, batches: Sequence[MicroBatch]) -> Held:
+    uses = [use for batch in batches for use in batch.uses]
+    of_calls = [t for use in uses for t in (*tensors((use.args, use.kwargs)), *use.output_gradients.values())]
+    parameters = {memory_of(p) for p in session.setup.every.values()}
+    factors = {memory_of(t): _bytes(t) for t in of_calls}
+    direction = inputs.update.direction if inputs.update is not None else None
+    copies = [*session.initial.values(), *session.updates.spare, *inputs.parameter_gradients.copies]
+    copies += direction.kept if isinstance(direction, Differences) else ()
+    return Held(
+        sum(size for memory, size in factors.items() if memory not in parameters), sum(_bytes(t) for t in copies)
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()  # a view keeps all of it
+    except (RuntimeError, NotImplementedError):  # no plain memory
+        return tensor.numel() * tensor.element_size()
 
 
 def _scale_of_grad(inputs: StepInputs, device: torch.device) -> Tensor:

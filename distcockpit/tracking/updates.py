@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -138,6 +138,11 @@ class Updates:
     def start(self) -> Start | None:
         """Where the update in progress began, if there is one."""
         return self._start
+
+    @property
+    def spare(self) -> Iterable[Tensor]:
+        """The copies of parameters that the next start will write to."""
+        return self._spare.values()
 
     def adopt(self, setup: Setup) -> None:
         """The model holds other tensors now, or other modules of the same kind."""

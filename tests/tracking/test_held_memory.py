@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from distcockpit import DistCockpit, every
-from distcockpit.quantities import Alpha, GradNorm, NormTest, OutputNorm, Quantity, RankHealth
+from distcockpit import DistCockpit, every, open_run
+from distcockpit.quantities import Alpha, Distance, GradNorm, NormTest, OutputNorm, Quantity, RankHealth, Time
 from tests.helpers.live_memory import LiveMemory
 
 ROWS, WIDTH, DEPTH = 64, 256, 8
@@ -64,3 +64,11 @@ def test_what_a_step_holds(tmp_path: Path, name: str) -> None:
     other = [peak for step, peak in enumerate(found) if step not in THOROUGH]
     assert max(other) < plain + GRADIENTS + copies + 6 * ACTIVATION
     assert max(found) < max(other) + plain + (GRADIENTS + PARAMETERS if name == "sums" else 0)  # which keep no calls
+
+
+def test_what_time_says_that_a_step_holds(tmp_path: Path) -> None:
+    """The inputs of layers and the gradients at their outputs; the initial parameters, and those before the update."""
+    peaks(tmp_path, [Time(), NormTest(), Alpha(), Distance()])
+    time = open_run(tmp_path / "run")["time"]
+    assert list(time["factor_bytes"].values) == [2 * DEPTH * ACTIVATION] * STEPS
+    assert list(time["copy_bytes"].values) == [PARAMETERS, *[2 * PARAMETERS] * (STEPS - 1)]
