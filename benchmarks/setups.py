@@ -171,7 +171,8 @@ class Loop:
         **options: Any,
     ) -> None:
         self.model, self.x, self.step = model, x, 0
-        shape = x.shape if isinstance(model, Gpt | Gpt2Small) else x.shape[:1]  # a class for each token, or each sample
+        bare = getattr(model, "module", model)  # without DDP
+        shape = x.shape if isinstance(bare, Gpt | Gpt2Small) else x.shape[:1]  # a class for each token, or each sample
         self.y = torch.randint(10, shape, generator=torch.Generator().manual_seed(0))
         self.loss_fn = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
