@@ -49,7 +49,7 @@ def point(size: str, name: str, rounds: int) -> dict[str, Any]:
     """Peak memory in bytes, and milliseconds of both kinds of steps."""
     warnings.simplefilter("ignore")
     store = Path(tempfile.mkdtemp())
-    warm = Loop(*make("mlp"), store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
+    warm = Loop(*make("mlp"), None if name == "plain" else store / "warm", VARIANTS.get(name, []))  # libraries, kernels
     warm.advance(3)
     warm.close()
     model, x = model_of(size)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from distcockpit.capture.wrapped import has_children
 from distcockpit.curvature.chain import Chain, NoChainError
+from distcockpit.curvature.convolutions import CONVOLUTIONS, weight_diagonal
 from distcockpit.curvature.hutchinson import gauss_newton_product
 from distcockpit.curvature.lanczos import twice_differentiable_loss
 from distcockpit.losses.captured import CapturedMicroBatch
@@ -51,12 +52,16 @@ class Curvature:
     seed: int = 0
 
     def extension(self) -> extensions.backprop_extension.BackpropExtension:
-        """BackPACK's extension."""
+        """BackPACK's extension; the kernels of convolutions get their diagonal from `weight_diagonal`."""
         if self.kind == "diag_h":
-            return extensions.DiagHessian()
-        if self.kind == "diag_ggn_exact":
-            return extensions.DiagGGNExact()
-        return extensions.DiagGGNMC(mc_samples=self.mc_samples)
+            extension = extensions.DiagHessian()
+        elif self.kind == "diag_ggn_exact":
+            extension = extensions.DiagGGNExact()
+        else:
+            extension = extensions.DiagGGNMC(mc_samples=self.mc_samples)
+        for kind in CONVOLUTIONS:
+            extension._BackpropExtension__module_extensions[kind].weight = weight_diagonal
+        return extension
 
 
 class Diagonals:

@@ -1,0 +1,64 @@
+"""Diagonals at kernels of convolutions, a few samples and columns at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backpack import backpack, extend, extensions
+from live_memory import LiveMemory
+from torch import nn
+
+from distcockpit.curvature import convolutions
+from distcockpit.curvature.diagonals import KINDS, Curvature
+
+KIND = torch.float64
+OTHERS = {
+    "diag_h": extensions.DiagHessian,
+    "diag_ggn_exact": extensions.DiagGGNExact,
+    "diag_ggn_mc": extensions.DiagGGNMC,
+}
+CONVOLUTIONS = {
+    "groups": (nn.Conv2d(4, 6, 3, groups=2, padding=1, stride=2), nn.Conv2d(6, 4, 2, dilation=2), (4, 9, 8)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 3, 1, bias=False), (4, 6, 6)),
+    "1d": (nn.Conv1d(2, 3, 3), nn.Conv1d(3, 4, 2), (2, 9)),
+    "3d": (nn.Conv3d(2, 3, 2), nn.Conv3d(3, 2, 2), (2, 4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("most", [1, 200, 2**19])
+@pytest.mark.parametrize("curvature", KINDS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_it_is_backpacks(monkeypatch: Any, name: str, curvature: str, most: int) -> None:
+    """Whatever is formed at once: one product, some, or all."""
+    monkeypatch.setitem(convolutions.ELEMENTS, "cpu", most)
+    first, second, shape = CONVOLUTIONS[name]
+    net, x, y = (
+        nn.Sequential(first, nn.Sigmoid(), second, nn.Flatten()),
+        torch.randn(5, *shape).to(KIND).requires_grad_(),
+        torch.arange(5),
+    )
+    net, loss_fn = extend(net.to(KIND)), extend(nn.CrossEntropyLoss())
+    found = []
+    for extension in (OTHERS[curvature](), Curvature(curvature).extension()):
+        torch.manual_seed(0)
+        with backpack(extension):
+            loss_fn(net(x), y).backward()
+        found.append([p.__dict__.pop(extension.savefield) for p in (first.weight, second.weight)])
+    for theirs, ours in zip(*found, strict=True):
+        assert float(theirs.abs().max()) > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_what_it_holds() -> None:
+    """Not the products of all samples and columns, which are 16 times larger than their factors here."""
+    net = nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 10))
+    net, loss_fn, x = extend(net), extend(nn.CrossEntropyLoss()), torch.randn(32, 32, 4, 4).requires_grad_()
+    peaks = []
+    for extension in (OTHERS["diag_ggn_exact"](), Curvature("diag_ggn_exact").extension()):
+        with LiveMemory() as memory, backpack(extension):
+            loss_fn(net(x), torch.arange(32) % 10).backward()
+        peaks.append(memory.peak)
+    products = 4 * 10 * 32 * net[0].weight.numel()
+    assert peaks[0] > products > 4 * peaks[1]
