@@ -3,6 +3,7 @@
     python -m benchmarks.memory                        # the MLP; --model 3c3d
     python -m benchmarks.memory --model gpt            # a GPT of 10.9 million parameters, 8 x 128 tokens
     python -m benchmarks.memory --model gpt2           # GPT-2 small, 124 million parameters, 2 x 128 tokens
+    python -m benchmarks.memory --model gpt2 --ranks 2 # of rank 0 of a DDP job, each rank with such a batch
 
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
 the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
@@ -28,10 +29,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.collective import join
 from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, has_cockpit, make, write
 
 NAMES = {"mlp": ("GradHist2d", "economy", "business"), "3c3d": ("GradHist2d", "economy", "business")}
@@ -47,15 +52,16 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def growth(kind: str, name: str) -> list[int]:
+def growth(kind: str, name: str, folder: Path, *, ddp: bool = False) -> list[int]:
     """Peak resident memory above what there was before the first step, in bytes, in each phase."""
     warnings.simplefilter("ignore")
-    store = None if name not in VARIANTS else Path(tempfile.mkdtemp())
+    store = None if name not in VARIANTS else folder
     warm = Loop(*make("mlp"), store and store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
     warm.advance(3)
     warm.close()
     torch.manual_seed(0)
     model, x = make(kind)
+    model = DistributedDataParallel(model) if ddp else model
     if name.startswith("Cockpit: "):
         loop: Loop = CockpitLoop(model, x, name.removeprefix("Cockpit: "))
     else:
@@ -68,6 +74,15 @@ def growth(kind: str, name: str) -> list[int]:
     return peaks
 
 
+def on_rank(rank: int, ranks: int, kind: str, name: str, folder: str) -> None:
+    """The same on one of several ranks; rank 0 prints it."""
+    join(rank, ranks, folder)
+    found = growth(kind, name, Path(folder), ddp=True)
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(NAMES), default="mlp")
@@ -75,23 +90,31 @@ def main() -> None:
     parser.add_argument("--malloc", choices=["fixed", "default"], default="fixed", help="when free memory is returned")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")
     parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--ranks", type=int, default=1, help="of a DDP job")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(growth(args.model, args.one)))
+        with tempfile.TemporaryDirectory() as folder:
+            if args.ranks > 1:
+                mp.spawn(on_rank, (args.ranks, args.model, args.one, folder), nprocs=args.ranks)
+            else:
+                print(json.dumps(growth(args.model, args.one, Path(folder))))
         return
     names = ["plain", *(args.only or NAMES[args.model])]
-    if has_cockpit() and args.model not in LARGE:
+    if has_cockpit() and args.model not in LARGE and args.ranks == 1:
         names += [f"Cockpit: {name}" for name in names if name in COCKPITS]
     peaks: dict[str, list[list[int]]] = {name: [] for name in names}
     for name in track([name for _ in range(args.runs) for name in names], description=args.model):
-        command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--one", name]
+        command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--ranks", str(args.ranks)]
+        command += ["--one", name]
         environment = os.environ | (FIXED if args.malloc == "fixed" else {})
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         peaks[name].append(json.loads(output.splitlines()[-1]))
     plain = np.median(peaks["plain"], 0)
     grown = ", ".join(f"{size / 2**20:.0f}" for size in plain)
-    table = Table(title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; malloc: {args.malloc}")
+    table = Table(
+        title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; ranks: {args.ranks}; malloc: {args.malloc}"
+    )
     for column in ("MiB above plain", *(each for phase in PHASES for each in (phase, "from ... to"))):
         table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
@@ -100,7 +123,7 @@ def main() -> None:
         table.add_row(name, *(cell for pair in cells for cell in pair))
     Console(width=130).print(table)
     if args.json:
-        write(args.json, "memory", {"model": args.model, "bytes": peaks})
+        write(args.json, "memory", {"model": args.model, "ranks": args.ranks, "bytes": peaks})
 
 
 if __name__ == "__main__":

@@ -81,12 +81,12 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         low, middle, high = np.array(ratios).T
         left.errorbar(x, middle, [middle - low, high - middle], color=colour, marker="o", markersize=4, capsize=2)
         above = [results[f"{size}/{name}"]["bytes"] - results[f"{size}/plain"]["bytes"] for size in sizes]
-        right.plot(x, np.array(above) / 2**20, color=colour, marker="o", markersize=4, label=name)
+        right.plot(x, np.maximum(np.array(above) / 2**20, 1), color=colour, marker="o", markersize=4, label=name)
     right.plot(x, 4 * np.array(x) / 2**20, color="#777777", linestyle="--", label="the parameters")
     left.set(xscale="log", xlabel="parameters", ylabel="time of a step over plain", ylim=(0, None))
     left.axhline(1, color="#777777", linewidth=1)
-    right.set(xscale="log", yscale="symlog", xlabel="parameters", ylabel="MiB above a plain step")
-    right.legend(fontsize=8)
+    right.set(xscale="log", yscale="log", xlabel="parameters", ylabel="MiB above a plain step")
+    right.legend(fontsize=8, loc="lower right")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

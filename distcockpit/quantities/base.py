@@ -137,7 +137,8 @@ class Quantity(ABC):
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor | None:
         """What to keep of an output of a leaf module; for quantities that need outputs.
 
-        It is called during the forward pass, because in-place modules overwrite outputs.
+        It is called during the forward pass, because in-place modules overwrite outputs. As long as the batch axis is
+        not known, it is called for each axis that may be it, and one of the results is used.
 
         Args:
             output: The first floating-point tensor that the module returned.
