@@ -6,12 +6,11 @@ BackPACK forms the products of all samples and columns of the factorised matrix 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from backpack.utils.conv import unfold_input
 from torch import Tensor, nn
-
-from distcockpit.gradients.walk import even_pieces
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ELEMENTS = {"cpu": 2**19}  # of the products formed at once, to stay in a cache
@@ -38,8 +37,10 @@ def weight_diagonal(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated:
     most = ELEMENTS.get(x.device.type, MOST_ELEMENTS) // max(found.numel(), x[0].numel())
     for matrix, sign in zip(matrices, signs, strict=True):
         s = matrix.reshape(len(matrix), n, groups, -1, places)
-        for samples in even_pieces(n, most // len(s)):
-            for columns in even_pieces(len(s), most // (samples.stop - samples.start)):
-                products = s[columns, samples] @ x[samples]  # [v, n, g, O, C K]
-                found.add_(products.square_().sum((0, 1)), alpha=sign)
+        size = max(1, min(n, most // len(s)))
+        width = max(1, most // size)
+        for start, first in product(range(0, n, size), range(0, len(s), width)):
+            samples = slice(start, start + size)
+            products = s[first : first + width, samples] @ x[samples]  # [v, n, g, O, C K]
+            found.add_(products.square_().sum((0, 1)), alpha=sign)
     return found.view(module.weight.shape)

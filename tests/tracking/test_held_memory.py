@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from torch import nn
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.quantities import Alpha, Distance, GradNorm, NormTest, OutputNorm, Quantity, RankHealth, Time
-from tests.helpers.live_memory import LiveMemory
 
 ROWS, WIDTH, DEPTH = 64, 256, 8
 ACTIVATION = ROWS * 16 * WIDTH * 4  # bytes of the output of a layer
