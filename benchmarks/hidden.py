@@ -42,7 +42,7 @@ class Waits:
     """
 
     def __init__(self, *, at_once: bool) -> None:
-        self._at_once, self._next = at_once, 0
+        self._at_once = at_once
         self.bytes: list[int] = []
         self.waited: list[float] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import torch
 from backpack.utils.conv import unfold_input
 from torch import Tensor, nn
 
@@ -32,8 +33,9 @@ def weight_diagonal(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated:
     signs = [1.0] if is_one else backpropagated["signs"]
     groups, x = module.groups, unfold_input(module, module.input0)
     n, places = x.shape[0], x.shape[2]
-    x = x.view(n, groups, -1, places).transpose(2, 3)  # [N, g, L, C K]
-    found = module.weight.new_zeros(groups, module.weight.shape[0] // groups, x.shape[3])
+    x = x.reshape(n, groups, -1, places).transpose(2, 3)  # [N, g, L, C K]
+    shape = groups, module.weight.shape[0] // groups, x.shape[3]
+    found = module.weight.new_zeros(shape, dtype=torch.float64)  # a running sum of hundreds of pieces
     most = ELEMENTS.get(x.device.type, MOST_ELEMENTS) // max(found.numel(), x[0].numel())
     for matrix, sign in zip(matrices, signs, strict=True):
         s = matrix.reshape(len(matrix), n, groups, -1, places)
@@ -43,4 +45,4 @@ def weight_diagonal(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated:
             samples = slice(start, start + size)
             products = s[first : first + width, samples] @ x[samples]  # [v, n, g, O, C K]
             found.add_(products.square_().sum((0, 1)), alpha=sign)
-    return found.view(module.weight.shape)
+    return found.to(module.weight.dtype).view(module.weight.shape)

@@ -52,7 +52,7 @@ def test_it_is_backpacks(monkeypatch: Any, name: str, curvature: str, most: int)
 
 
 def test_what_it_holds() -> None:
-    """Not the products of all samples and columns, which are 16 times larger than their factors here."""
+    """Not the products of all samples and columns, four times as much as all that there is now."""
     net = nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 10))
     net, loss_fn, x = extend(net), extend(nn.CrossEntropyLoss()), torch.randn(32, 32, 4, 4).requires_grad_()
     peaks = []
