@@ -354,3 +354,27 @@ def test_where_lbfgs_is_tracked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="steps must increase"), cockpit.track(1):
             closure()
     assert list(open_run(tmp_path / "run")["mean_gsnr"]["step"].values) == [1, 2]
+
+
+def test_a_step_that_is_repeated_has_the_alpha_of_one_that_is_not(tmp_path: Path) -> None:
+    """The calls at the start of the update are gone by then; their slopes are not."""
+    rows = []
+    for fails in (False, True):
+        net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        store = tmp_path / f"{fails}"
+        with DistCockpit(net, loss_fn, store=store, quantities=[Alpha()], schedule=every(1)) as cockpit:
+            for step in range(4):
+                x, y = cases.data("mlp", "mean", step)
+                if fails and step == 2:
+                    with pytest.raises(KeyError), cockpit.track(step):
+                        loss_fn(net(x), y)
+                        raise KeyError
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    loss_fn(net(x), y).backward()
+                optimizer.step()
+        rows.append(open_run(store)["alpha"])
+    for field in ("alpha", "slope_start", "slope_end", "update_norm", "status"):
+        assert list(rows[0][field].values) == list(rows[1][field].values), field
+    assert list(rows[0]["step"].values) == [0, 1, 2]
