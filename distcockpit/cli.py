@@ -32,8 +32,12 @@ class _Run(click.Path):
     """A folder, with shell completion, or a URL."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The path, with ``~`` expanded in case the shell did not."""
-        return str(value) if "://" in str(value) else os.path.expanduser(value)
+        """The path, with ``~`` expanded in case the shell did not; the newest run in a folder of runs."""
+        if "://" in str(value):
+            return str(value)
+        path = Path(value).expanduser()
+        roots = [] if (path / "zarr.json").exists() else list(path.glob("*/zarr.json"))
+        return str(max(roots, key=lambda root: root.stat().st_mtime).parent if roots else path)
 
 
 class _Options(click.ParamType):
@@ -65,7 +69,8 @@ _storage = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", message="%(version)s")
 def cli() -> None:
-    """Inspect runs recorded by distcockpit. RUN is a folder or a URL; the run may still be in progress.
+    """Inspect runs recorded by distcockpit. RUN is a folder or a URL; the run may still be in progress. A folder of
+    runs stands for the one that was written last.
 
     No command needs torch, and none writes to a run.
     """
@@ -141,8 +146,11 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
 def watch(
     run: str, storage_options: dict[str, Any] | None, in_terminal: bool, port: int | None, refresh: float, browser: bool
 ) -> None:
-    """Follow a run live: on a page at 127.0.0.1 or, with --terminal, as a table. Press Ctrl-C to stop."""
-    open_run(run, storage_options)  # what is wrong with it is said at once
+    """Follow a run live: on a page at 127.0.0.1 or, with --terminal, as a table. Press Ctrl-C to stop.
+
+    If there is no run yet, wait for it.
+    """
+    _wait_for(run, storage_options, refresh)
     if in_terminal:
         return _watch_here(run, storage_options, refresh)
     with needs_view():
@@ -234,6 +242,20 @@ def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
         text = html(content(named, step))
     output.write_text(text, encoding="utf-8")
     click.echo(f"{plain(output)}")
+
+
+def _wait_for(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:
+    """Return once there is a run; what else is wrong with it is raised at once."""
+    is_told = False
+    while True:
+        try:
+            commit(run, storage_options)
+            return
+        except FileNotFoundError:
+            if not is_told:
+                click.echo(f"{plain(run)}: waiting for a run to start here (press Ctrl-C to stop)", err=True)
+            is_told = True
+            time.sleep(refresh)
 
 
 def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:

@@ -21,12 +21,13 @@ from distcockpit.capture.cover import Cover
 from distcockpit.capture.coverage import Coverage
 from distcockpit.capture.layers import find_layers, problem_of_batchnorm
 from distcockpit.capture.wrapped import wrappers
+from distcockpit.farewell import Farewell
 from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
 from distcockpit.replay.batch_norms import batchnorms
 from distcockpit.schedules import Schedule, every
 from distcockpit.sinks import Sink
-from distcockpit.store.keys import check_store, keys_of
+from distcockpit.store.keys import check_store, keys_of, named_by_time
 from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import RunStore
 from distcockpit.tracking import checkpoint
@@ -51,7 +52,9 @@ from distcockpit.tracking.recorder import Recorder
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.setup import Setup, model_facts
 from distcockpit.tracking.shadow import JoinableCockpit
+from distcockpit.tracking.shutdown import in_words
 from distcockpit.tracking.step import TrackedStep
+from distcockpit.tracking.userlog import UserLog
 from distcockpit.world import World, first_difference
 
 logger = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ class DistCockpit(JoinableCockpit):
             cockpit.track(step):`` inside the
             closure: its first call at each step is tracked.
         store: Where the Zarr store is: a path, a URL such as ``s3://bucket/run.zarr`` (extra ``remote``), or any
-            ``zarr.abc.store.Store``.
+            ``zarr.abc.store.Store``. ``{time}`` in it is the time of the start, such as 20261124-181500.
         quantities: Name of a preset ("economy", "business", "full", "layers"), or a list of names and quantities.
         schedule: Steps to track, for quantities without a schedule of their own; 10 is ``every(10)``.
         mode: "w-" refuses an existing run, "w" replaces it, "a" resumes it, or starts one if there is none: rows of
@@ -106,6 +109,10 @@ class DistCockpit(JoinableCockpit):
         sinks: Where rank 0 shows numbers and histograms live, in addition to the store: ``TensorBoard``, ``WandB`` of
             ``distcockpit.sinks``.
 
+    Attributes:
+        model: As it was passed.
+        store: Where the run is stored; empty if the cockpit is disabled.
+
     Raises:
         ValueError: If an argument breaks its rule, or a layer is not supported; the message names it and a way out.
         TypeError: If an argument has the wrong type.
@@ -120,7 +127,7 @@ class DistCockpit(JoinableCockpit):
         loss_fn: nn.Module | Callable[..., Tensor] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         *,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store = "runs/{time}.zarr",
         quantities: str | Quantity | Sequence[str | Quantity] = "economy",
         schedule: Schedule | int = every(10),  # noqa: B008 - frozen
         mode: str = "w-",
@@ -143,6 +150,7 @@ class DistCockpit(JoinableCockpit):
         super().__init__()
         options = options_of_store(store_options, flat, type(self))
         self.model = model
+        self.store = ""
         self._session: Session | None = None
         self._tracked: TrackedStep | None = None  # the latest
         inside = wrappers(model) if isinstance(model, nn.Module) else []
@@ -159,7 +167,7 @@ class DistCockpit(JoinableCockpit):
             check(**{name: value for name, value in asdict(options).items() if name in RULES})
             budget = memory_in_bytes("memory_budget", memory_budget)
             unwritten = memory_in_bytes("unwritten_budget", options.unwritten_budget)
-            name = check_store(store)
+            check_store(store, mode)
             bare = bare_module(model)
             optimizers = named_optimizers(optimizer)
             layers = find_layers(bare, include, exclude)
@@ -198,11 +206,12 @@ class DistCockpit(JoinableCockpit):
             include=include,
             exclude=exclude,
         )
-        recorder, run = None, None
+        recorder, run, name = None, None, ""
         hosts = world.all_gather_object(socket.gethostname())
         with _together(world):
             if world.rank == 0:
                 groups = {q.name: q.described_group(facts) for q in chosen}
+                store = named_by_time(store)
                 keys = keys_of(store, storage_options, options.store_seconds, options.fsync)
                 told, here = attributes(setup, cover), segment(world.size, hosts)
                 with ExitStack() as started:
@@ -212,11 +221,13 @@ class DistCockpit(JoinableCockpit):
                     run = RunStore(keys, mode, groups, told, here, options.lock_seconds, unwritten)
                     started.pop_all()
                 recorder = Recorder(run, options, facts, sinks)
+                name = check_store(store)
                 announce(chosen, groups, name, setup)
                 for why in missing:
                     logger.warning("distcockpit: %s", why)
-        first = world.all_gather_object(None if run is None else run.first_step)[0]
-        self._session = Session(setup, recorder, cover, Notices() if recorder is None else recorder.notices, first)
+        first, self.store = world.all_gather_object((None if run is None else run.first_step, name))[0]
+        notices = Notices() if recorder is None else recorder.notices
+        self._session = Session(setup, recorder, cover, notices, first, farewell=Farewell(self.store))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -230,7 +241,7 @@ class DistCockpit(JoinableCockpit):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self._session.shutdown.close(orderly=kind is None)
+            self._session.shutdown.close("" if error is None else in_words(error))
 
     def track(
         self,
@@ -293,12 +304,19 @@ class DistCockpit(JoinableCockpit):
             self._tracked.record_losses(losses, weight, divisor)
 
     def log(
-        self, step: int, *, epoch: float | None = None, reduce: str | None = None, **scalars: float | Tensor
+        self,
+        data: int | Mapping[str, float | Tensor] | None = None,
+        step: int | Mapping[str, float | Tensor] | None = None,
+        *,
+        epoch: float | None = None,
+        reduce: str | None = None,
+        **scalars: float | Tensor,
     ) -> None:
-        """Store scalars of the training script under ``step``.
+        """Store scalars of the training script: ``log(step, loss=loss)`` or ``log({"loss": loss}, step=step)``.
 
         Args:
-            step: Number of the step; it must not decrease from call to call.
+            data: Scalars by name; or the step, if it comes first. ``"train/loss"`` is stored as ``train.loss``.
+            step: Number of the step; it must not decrease from call to call. The latest one of `track` by default.
             epoch: Stored with the step.
             reduce: ``None`` stores rank 0's values. "mean" or "sum" pool the values of all ranks; these are sent along
                 with the next tracked step (or ``close``) and stored then. All ranks must log the same names.
@@ -309,8 +327,9 @@ class DistCockpit(JoinableCockpit):
             TypeError: If a value is not a number.
         """
         if self._session is not None:
-            check("log", step=step, epoch=epoch)
-            self._session.log(operator.index(step), epoch, reduce, scalars)
+            number, named = UserLog.arguments(data, step, scalars, max(0, self._session.last_step))
+            check("log", step=number, epoch=epoch)
+            self._session.log(operator.index(number), epoch, reduce, named)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the latest finished row of each quantity, by name, with its "step"; ``{}`` on ranks other than 0.
@@ -384,7 +403,7 @@ class DistCockpit(JoinableCockpit):
     def close(self) -> None:
         """Finish the run: write everything and mark the store as closed. Call it on every rank; twice is harmless."""
         if self._session is not None:
-            self._session.shutdown.close(orderly=True)
+            self._session.shutdown.close()
 
 
 @contextmanager

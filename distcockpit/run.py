@@ -14,6 +14,7 @@ import pandas as pd
 import xarray as xr
 from zarr.abc.store import Store
 
+from distcockpit.store.lock import is_abandoned
 from distcockpit.store.reading import open_store, problems
 
 T = TypeVar("T")
@@ -31,8 +32,9 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     Returns:
         One node per quantity, ``run["alpha"]["alpha"]``, with the dimension ``step`` and the coordinates ``epoch``,
         ``wall_time`` and ``batch_size`` on it, and names along ``parameter`` and ``layer``. Data are loaded lazily, as
-        Dask chunks if it is installed (extra ``dask``). ``run.attrs`` describes the run. It holds what was committed
-        when it was opened; open it again to see more.
+        Dask chunks if it is installed (extra ``dask``). ``run.attrs`` describes the run: its ``state`` is "running",
+        "closed", "ended" (``reason`` says why), or "killed" if it neither ended nor has a writer any more. It holds
+        what was committed when it was opened; open it again to see more.
 
     Raises:
         FileNotFoundError: If there is nothing there.
@@ -43,9 +45,12 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     opened: Any = run.store()  # xarray accepts zarr stores, though its types do not say so
     chunks: dict[str, int] | None = {} if find_spec("dask") else None
     try:
-        return xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
+        tree = xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"store={run.keys.name!r} is not a valid distcockpit run: {error!r}.") from error
+    if tree.attrs.get("state") == "running" and is_abandoned(run.keys):
+        tree.attrs["state"] = "killed"
+    return tree
 
 
 def verify(

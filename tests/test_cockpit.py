@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
+import subprocess
 import sys
 import threading
 import weakref
@@ -21,12 +23,12 @@ from small_batches import data
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from waiting import run_program
+from waiting import HANG, run_program
 from watched_runs import everything, hooks, network
 from zarr.storage import MemoryStore
 
 from distcockpit import DistCockpit, every, open_run, presets
-from distcockpit.quantities import Alpha, MeanGSNR
+from distcockpit.quantities import Alpha, Loss, MeanGSNR
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -289,6 +291,130 @@ def test_what_log_and_track_refuse(tmp_path: Path, call: Any, words: str) -> Non
     with DistCockpit(net, None, store=tmp_path / "run", quantities=[MeanGSNR()]) as cockpit:
         with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
             call(cockpit)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, loss: c.log(3, loss=loss, **{"train.rate": 0.5}),
+        lambda c, loss: c.log({"loss": loss, "train/rate": 0.5}, step=3),
+        lambda c, loss: c.log({"loss": loss, "train/rate": 0.5}, 3),
+        lambda c, loss: c.log(3, {"train/rate": 0.5}, loss=loss),
+        lambda c, loss: c.log({"train/rate": 0.5}, loss=loss),  # at the step of `track`
+        lambda c, loss: c.log(step=3, loss=loss, **{"train/rate": 0.5}),
+        lambda c, loss: c.log(data={"loss": loss, "train/rate": 0.5}, step=3),
+    ],
+)
+def test_ways_to_log(tmp_path: Path, call: Any) -> None:
+    net, x, y = data()
+    with DistCockpit(net, None, store=tmp_path / "run", quantities=[Loss()]) as cockpit:
+        with cockpit.track(3):
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+        call(cockpit, loss)
+    log = open_run(tmp_path / "run")["log"]
+    assert log["step"].values.tolist() == [3] and set(log.data_vars) == {"loss", "train.rate"}
+    assert log["loss"].values == [np.float64(float(loss))] and log["train.rate"].values == [0.5]
+
+
+@pytest.mark.parametrize("arguments", [(1, 2), ({"a": 1.0}, {"b": 1.0})])
+def test_log_takes_one_step_and_one_dictionary(tmp_path: Path, arguments: Any) -> None:
+    with DistCockpit(data()[0], None, store=tmp_path / "run", quantities=[Loss()]) as cockpit:
+        with pytest.raises(TypeError, match=r"log\({'loss': 0.5}, step=10\)"):
+            cockpit.log(*arguments)
+
+
+def test_a_store_named_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    """Also the default: the same program runs twice. All ranks know its name."""
+    monkeypatch.chdir(tmp_path)
+    with DistCockpit(data()[0]) as cockpit:
+        cockpit.log(0, a=1.0)
+    (path,) = tmp_path.glob("runs/*.zarr")
+    assert re.fullmatch(r"\d{8}-\d{6}", path.stem) and open_run(cockpit.store)["log"]["a"].values.tolist() == [1.0]
+    with pytest.raises(ValueError, match="always new"):
+        DistCockpit(data()[0], store=tmp_path / "{time}", mode="a")
+    first, second = ranks.run(2, name_of_store, str(tmp_path / "two-{time}.zarr"))
+    assert first == second and open_run(first).attrs["state"] == "closed"
+
+
+def name_of_store(rank: int, size: int, group: Any, store: str) -> str:
+    with DistCockpit(nn.Linear(2, 2), store=store, process_group=group) as cockpit:
+        return cockpit.store
+
+
+ENDS = """
+import re
+import subprocess
+import sys
+import torch
+from distcockpit import DistCockpit, every
+net = torch.nn.Linear(4, 2)
+cockpit = DistCockpit(net, store=sys.argv[1], quantities="economy", schedule=every(2))
+for step in range(50):
+    with cockpit.track(step):
+        cockpit(torch.randn(8, 4)).square().sum(1).mean().backward()
+    net.zero_grad()
+if sys.argv[2] == "closed":
+    cockpit.close()
+elif sys.argv[2] == "fails":
+    raise KeyError("which")
+elif sys.argv[2] == "with":
+    with cockpit:
+        sys.exit(3)
+elif sys.argv[2] == "terminated":
+    import os, signal
+    os.kill(os.getpid(), signal.SIGTERM)
+elif sys.argv[2] == "killed":
+    cockpit.flush()
+    os = __import__("os")
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "how, state, reason",
+    [
+        ("closed", "closed", ""),
+        ("forgets", "closed", ""),
+        ("fails", "ended", "KeyError: 'which'"),
+        ("with", "ended", "SystemExit: 3"),
+        ("terminated", "ended", "terminated (SIGTERM)"),
+        ("killed", "killed", ""),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, how: str, state: str, reason: str) -> None:
+    """In the store, and in the line at the end."""
+    store = tmp_path / "run"
+    command = [sys.executable, "-c", ENDS, str(store), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    run = open_run(store)
+    assert (run.attrs["state"], run.attrs["reason"]) == (state, reason)
+    rows = sum(node.sizes["step"] for name, node in run.children.items() if name != "log")
+    told = [line for line in done.stderr.splitlines() if "50 steps in" in line]
+    if how in ("terminated", "killed"):
+        assert not told
+        return
+    assert "50 of them tracked" in told[0] and "% of the time" in told[0]
+    assert f"{rows} rows in {store}." in told[0] and told[0].endswith(f"distcockpit report {store} -o report.html")
+    assert ("ended early: " + reason in told[0]) == bool(reason)
+    assert ("ooks wrong" in told[0]) == (how == "closed")  # not as the interpreter exits, where nothing can be imported
+
+
+@pytest.mark.parametrize("factor, words", [(0.0, "Nothing looks wrong"), (1e3, "What looks wrong: steps go too far")])
+def test_the_line_at_the_end_says_what_looks_wrong(
+    tmp_path: Path, factor: float, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=factor)
+    generator = torch.Generator().manual_seed(0)
+    with caplog.at_level("INFO"), DistCockpit(net, store=tmp_path, quantities=[Alpha()], schedule=every(1)) as cockpit:
+        for step in range(30):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                cockpit(torch.randn(8, 4, generator=generator)).tanh().square().sum(1).mean().backward()
+            optimizer.step()
+    (told,) = [text for text in caplog.messages if "30 steps in" in text]
+    assert words in told
 
 
 def test_the_last_row_of_the_log_survives_a_forgotten_close(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_all_ranks_are_killed(tmp_path: Path) -> None:
             worker.process.kill()
     before = rows(tmp_path)
     assert before == list(range(len(before))) and verify(tmp_path / "run") == []
+    assert open_run(tmp_path / "run").attrs["state"] == "killed"
     (tmp_path / "rendezvous").unlink()
     with job(tmp_path, 2, steps=5, **options) as workers:
         assert [worker.ends() for worker in workers] == [0, 0], workers[0].text
@@ -140,7 +141,9 @@ def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
         second.wait_for("step 2")
         assert first.ends() == 0
         assert second.process.poll() is None
-    assert rows(tmp_path) == [0, 1, 2] and open_run(tmp_path / "run").attrs["state"] == "running"
+    attributes = open_run(tmp_path / "run").attrs
+    assert rows(tmp_path) == [0, 1, 2]
+    assert (attributes["state"], attributes["reason"]) == ("ended", "the program ended without close()")
 
 
 @pytest.mark.parametrize("stuck", [False, True])

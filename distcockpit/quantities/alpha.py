@@ -26,7 +26,8 @@ STATUS = (
     "interrupted",
     "losses_unknown",
     "no_individual_gradients",
-    "failed",  # on a rank, such as for want of memory; a notice says why
+    "failed",  # on a rank; a notice says why
+    "out_of_memory",  # likewise
 )
 OBSERVATIONS = ("f_start", "f_end", "slope_start", "slope_end")
 ZERO_VARIANCE = 1e-10

@@ -13,7 +13,7 @@ from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
 
-STATUS = ("measured", "start_unknown", "failed")
+STATUS = ("measured", "start_unknown", "failed", "out_of_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Distance(Quantity):
 
     $\|\theta_t - \theta_0\|$, per parameter and overall. In units of the parameters. Rank 0 keeps a copy of the tracked
     parameters. NaN, with a ``status``, in a run that was resumed without the cockpit's state: the initial values are
-    then unknown; and at a step at which rank 0 failed.
+    then unknown; and at a step at which rank 0 failed, or ran out of memory.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping
@@ -24,6 +25,7 @@ from zarr.storage import FsspecStore, LocalStore
 
 T = TypeVar("T")
 
+TIME = "{time}"  # in a path: the time of the start
 PARTIAL = ".partial"  # suffix of files that were being written when their process died
 AT_ONCE = 32  # concurrent requests to a remote store
 
@@ -305,13 +307,22 @@ class StoreKeys(Keys):
         return self._store
 
 
-def check_store(store: object) -> str:
+def check_store(store: object, mode: str = "") -> str:
     """Check a store and return its name for users.
+
+    Args:
+        store: What was passed.
+        mode: How it will be opened, if that matters.
 
     Raises:
         TypeError: If it is not a store.
-        ValueError: If it is read-only.
+        ValueError: If it is read-only, or named by the time and to be resumed.
     """
+    if mode == "a" and isinstance(store, str | os.PathLike) and TIME in os.fspath(store):
+        raise ValueError(
+            f"store={os.fspath(store)!r}, mode='a': a store named by the time is always new, so there is nothing to "
+            "resume. Pass the path of the run to resume."
+        )
     if isinstance(store, Store):
         return _folder(store).name if isinstance(store, LocalStore) else str(store)
     if not isinstance(store, str | os.PathLike):
@@ -319,6 +330,13 @@ def check_store(store: object) -> str:
     if not os.fspath(store):
         raise ValueError("store='': must be a path, a URL such as 's3://bucket/run.zarr', or a zarr store.")
     return os.fspath(store)
+
+
+def named_by_time(store: str | os.PathLike[str] | Store) -> str | os.PathLike[str] | Store:
+    """Put the current time into a path, where it asks for it."""
+    if isinstance(store, Store) or TIME not in os.fspath(store):
+        return store
+    return os.fspath(store).replace(TIME, time.strftime("%Y%m%d-%H%M%S"))
 
 
 def keys_of(

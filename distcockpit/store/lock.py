@@ -13,6 +13,8 @@ from typing import Any
 
 from distcockpit.store.keys import Keys
 
+STALE_SECONDS = 60.0
+
 KEY = "writer/zarr.json"
 """An empty Zarr group, so that a reader who lists the store finds nothing unexpected."""
 
@@ -122,19 +124,31 @@ class Lock:
         return who.is_dead or time.time() - when > self._stale_seconds
 
     def _held(self) -> tuple[LockHolder, float] | None:
-        data = self._keys.get_one(KEY)
-        if data is None:
-            return None
-        try:
-            known: dict[str, Any] = dict(json.loads(data)["attributes"])
-            when = float(known.pop("time"))
-            return LockHolder(**known), when
-        except (ValueError, KeyError, TypeError):
-            return None  # an unreadable lock blocks nobody
+        found = _read(self._keys)
+        return None if found is None else found[:2]
 
     def _document(self) -> bytes:
-        attributes = {**asdict(self.writer), "time": time.time()}
+        attributes = {**asdict(self.writer), "time": time.time(), "stale_seconds": self._stale_seconds}
         return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}).encode()
+
+
+def is_abandoned(keys: Keys) -> bool:
+    """True if nobody writes to a store any more, as far as can be known: its writer ended, or let its lock expire."""
+    found = _read(keys)
+    return found is None or found[0].is_dead or time.time() - found[1] > found[2]
+
+
+def _read(keys: Keys) -> tuple[LockHolder, float, float] | None:
+    """The holder of the lock, when it was renewed, and after how many seconds it expires; ``None`` if there is none."""
+    data = keys.get_one(KEY)
+    if data is None:
+        return None
+    try:
+        known: dict[str, Any] = dict(json.loads(data)["attributes"])
+        when, seconds = float(known.pop("time")), float(known.pop("stale_seconds", STALE_SECONDS))
+        return LockHolder(**known), when, seconds
+    except (ValueError, KeyError, TypeError):
+        return None  # an unreadable lock blocks nobody
 
 
 def _host() -> str:

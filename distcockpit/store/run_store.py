@@ -2,7 +2,7 @@
 
 ::
 
-    run.zarr/                attributes: format, version, state, generation, commit, committed_step, segments, ...
+    run.zarr/                attributes: format, version, state, reason, generation, commit, committed_step, ...
     ├── alpha/               one group per quantity; its rows are the steps at which it was tracked
     │   ├── step             (step) int64, -1 where nothing was written
     │   ├── wall_time, epoch, batch_size   (step) coordinates
@@ -31,7 +31,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +53,17 @@ MODES = ("w-", "w", "a")
 MOST_PARTS = 50  # that the attribute ``segments`` distinguishes
 ROOT = "zarr.json"
 SCHEDULE = re.compile(r"schedule=[^(),]*(\([^()]*\))?(, )?")  # in an option's string
+
+
+@dataclass(frozen=True)
+class State:
+    """What the store says of the run: "running", "closed", or "ended" for a reason."""
+
+    state: str
+    reason: str = ""
+
+
+RUNNING, CLOSED = State("running"), State("closed")
 
 
 class RunStore:
@@ -88,7 +99,7 @@ class RunStore:
         self._attributes: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "state": "running",
+            **asdict(RUNNING),
             "generation": 0,
             "commit": 0,
             "committed_step": -1,
@@ -420,7 +431,7 @@ class RunStore:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def commit(self, state: str = "running") -> None:
+    def commit(self, state: State = RUNNING) -> None:
         """Make all rows durable: chunks, arrays, groups, and finally the root. A resumed run must have begun.
 
         Raises:
@@ -439,7 +450,7 @@ class RunStore:
         segments = [*earlier, {**segment, "last_step": self._last_step}]
         attributes = {
             **self._attributes,
-            "state": state,
+            **asdict(state),
             "segments": segments,
             "commit": self._attributes["commit"] + 1,
             "committed_step": self._last_step,

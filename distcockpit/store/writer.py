@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from distcockpit.notices import Notices
 from distcockpit.store.options import StoreOptions
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RUNNING, RunStore, State
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Writer:
         self._store, self._options, self._notices = store, options, notices
         self._jobs: queue.Queue[Job | None] = queue.Queue(options.queue_steps)
         self._pid = os.getpid()
-        self._closed, self._last_state = False, "closed"
+        self._closed, self._end = False, CLOSED
         self._hurry = threading.Event()
         self._commit_now = threading.Event()  # also while waiting for sums
         self._last_commit = time.monotonic()
@@ -92,15 +92,19 @@ class Writer:
         if self._jobs.qsize() >= self._options.queue_steps // 4:
             self._hurry.set()
 
-    def flush(self) -> bool:
-        """Wait until everything submitted is committed or the store takes too long; True if it is committed."""
+    def flush(self, reason: str = "") -> bool:
+        """Wait until everything submitted is committed or the store takes too long; True if it is committed.
+
+        Args:
+            reason: Why the run is about to end; if it goes on, the next commit says so.
+        """
         if os.getpid() != self._pid or self._closed:
             return True
         done = threading.Event()
         good: list[bool] = []
 
         def job(store: RunStore) -> bool:
-            good.append(self._commit())
+            good.append(self._commit(State("ended", reason) if reason else RUNNING))
             done.set()
             return False
 
@@ -114,16 +118,16 @@ class Writer:
             self._hurry.set()
         return good == [True]
 
-    def close(self, state: str = "closed", *, wait_for_ranks: bool = True) -> None:
-        """Write what is there, with this state of the run, and stop the thread. Calling it again does nothing.
+    def close(self, reason: str = "", *, wait_for_ranks: bool = True) -> None:
+        """Write what is there, and stop the thread. Calling it again does nothing.
 
         Args:
-            state: What the store says about the run.
+            reason: Why the run ended early; empty if it was closed.
             wait_for_ranks: Wait for sums still in flight; otherwise, sums that have not arrived are lost.
         """
         if os.getpid() != self._pid or self._closed:
             return
-        self._closed, self._last_state = True, state
+        self._closed, self._end = True, State("ended", reason) if reason else CLOSED
         if not wait_for_ranks:
             self._deadline = time.monotonic() + GRACE_SECONDS
         ends = time.monotonic() + self._options.store_seconds
@@ -176,9 +180,9 @@ class Writer:
             many = commit_due or self._store.unwritten_rows >= self._options.flush_rows
             if waiting and (self._is_late or (many and not failed)):  # a store that failed is given time
                 waiting = failed = not self._commit()
-        if not self._commit(self._last_state):
+        if not self._commit(self._end):
             time.sleep(AGAIN_SECONDS)
-            self._commit(self._last_state)
+            self._commit(self._end)
         try:
             self._store.release()
         except Exception:  # other writers will find the lock stale
@@ -237,7 +241,7 @@ class Writer:
         except Exception as error:
             self.report(error, f"{self._store.name} could not be written")
 
-    def _commit(self, state: str = "running") -> bool:
+    def _commit(self, state: State = RUNNING) -> bool:
         dropped = self._dropped
         if dropped:
             self._dropped -= dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,10 +21,15 @@ class Clock:
         self._entered = self._began = self._ended = self._left = UNKNOWN
         self._outside = self._step = UNKNOWN
         self._wait = 0.0  # spent waiting for other ranks in this step
+        self.n_steps = {True: 0, False: 0}  # by whether they were tracked
+        self._inside = {True: 0.0, False: 0.0}  # seconds inside `track`, likewise
+        self._own = 0.0  # of these, seconds before and after its body
+        self._first = UNKNOWN  # when `track` was entered first
 
     def enter(self) -> None:
         """`track` is entered."""
         self._entered, self._wait = time.perf_counter(), 0.0
+        self._first = self._entered if math.isnan(self._first) else self._first
         self._outside = self._entered - self._left
 
     def begin(self) -> None:
@@ -35,9 +41,31 @@ class Clock:
         now = time.perf_counter()
         self._step, self._ended = now - self._ended, now
 
-    def leave(self) -> None:
+    def leave(self, *, is_tracked: bool) -> None:
         """`track` is left."""
         self._left = time.perf_counter()
+        body = self._ended - self._began
+        if body >= 0:  # it has ended, and without an error on the way in
+            self.n_steps[is_tracked] += 1
+            self._inside[is_tracked] += self._left - self._entered
+            self._own += self._left - self._entered - body
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first step to the end of the latest one; NaN if there was none."""
+        return self._left - self._first
+
+    @property
+    def share(self) -> float:
+        """What part of this time tracking took.
+
+        How much longer tracked steps took than the others, or the work outside of the body of `track` if there are no
+        others; NaN if there was no step.
+        """
+        took = self._own
+        if self.n_steps[False]:
+            took = self._inside[True] - self.n_steps[True] * self._inside[False] / self.n_steps[False]
+        return max(0.0, took) / self.duration if self.duration > 0 else UNKNOWN
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:

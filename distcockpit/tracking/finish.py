@@ -16,7 +16,7 @@ from distcockpit.tracking.buckets import factor_of_autograds
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
 from distcockpit.tracking.packed import Layout, pack
-from distcockpit.tracking.recorder import Result, Stamp
+from distcockpit.tracking.recorder import OUT_OF_MEMORY, Result, Stamp
 from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.updates import Start
@@ -50,6 +50,7 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
     agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
     agreements.note_replicated(selection, Layout.of(computed.facts))
     sums, facts = computed.sums | {f"log/{k}": v for k, v in inputs.header.riding.items()}, computed.facts
+    sums[f"/{OUT_OF_MEMORY}"] = insist(lambda: torch.full((), float(computed.ran_out), device=setup.device))
     stamps = dict.fromkeys(active.needs, stamp)
     if start_stamp is not None:
         stamps |= {q.name: start_stamp for q in active.with_need("update")}
@@ -90,6 +91,7 @@ class _Computed:
     seen: Mapping[str, LocalBatch] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Tensor] = field(default_factory=dict)
+    ran_out: bool = False  # of memory
 
 
 def _compute(
@@ -109,6 +111,7 @@ def _compute(
             raise RankFailed from error
         why = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
+            computed.ran_out = True
             session.ran_out_of_memory(inputs.step, f"{', '.join(names)}: NaN.", error)
         else:
             text = f"step {inputs.step}: {', '.join(names)}: NaN, because of an error: {why}"

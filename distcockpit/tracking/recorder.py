@@ -22,6 +22,9 @@ from distcockpit.tracking.signals import Terminated
 from distcockpit.tracking.userlog import LogEntry
 from distcockpit.world import Pending
 
+FAILED, OUT_OF_MEMORY = "failed", "out_of_memory"
+"""Codes of a status. The latter also names a sum that belongs to no quantity: on how many ranks memory ran out."""
+
 
 @dataclass(frozen=True)
 class Stamp:
@@ -72,7 +75,8 @@ class Recorder:
         self._sinks, self._patience = list(sinks), options.store_seconds
         self.notices = Notices(lambda notices: self.describe({"notices": notices}, at_once=True))
         self._writer = Writer(store, options, self.notices)
-        self._terminated = Terminated(self._writer.flush)
+        self._terminated = Terminated(lambda: self._writer.flush("terminated (SIGTERM)"))
+        self.n_rows = 0  # of quantities, recorded so far
         self._latest: dict[str, dict[str, Any]] = {}
         self._model = model
         self._pooled: dict[int, dict[str, float]] = {}  # user scalars by step; only the writer's thread touches it
@@ -133,9 +137,9 @@ class Recorder:
         """Return the user scalars of a step that were pooled and wait for their row; call it after `flush`."""
         return dict(self._pooled.get(step, {}))
 
-    def close(self, state: str, *, wait_for_ranks: bool = True) -> None:
-        """Write what has arrived, mark the run with this state, and end the thread."""
-        self._writer.close(state, wait_for_ranks=wait_for_ranks)
+    def close(self, reason: str, *, wait_for_ranks: bool = True) -> None:
+        """Write what has arrived, mark the run as closed or as ended for this reason, and end the thread."""
+        self._writer.close(reason, wait_for_ranks=wait_for_ranks)
         self._terminated.remove()
         if self._sinks:  # after the store; an unresponsive service must not delay the end of the run
             ending = threading.Thread(target=self._tell, args=[lambda sink: sink.close()], daemon=True)
@@ -149,12 +153,13 @@ class Recorder:
         unknown = {name for name, sums in totals.items() if all(v.size and np.isnan(v).all() for v in sums.values())}
         for owner, facts in _by_owner(result.facts_layout.unpack(result.facts.result())).items():
             totals.setdefault(owner, {}).update(facts)
+        ran_out = any(totals.pop("", {}).values())
         commit_due = False
         for quantity, stamp in result.quantities:
             if quantity.name in unknown and self._counts_something(quantity):
                 continue  # it failed on a rank, which has said so; counts cannot be NaN, so there is no row
             try:
-                commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n)
+                commit_due |= self._append(store, quantity, stamp, totals.get(quantity.name, {}), result.n, ran_out)
             except Exception as error:  # one quantity must not take the others down with it
                 self._writer.lose(1)
                 self._writer.report(error, f"step {stamp.step} of {quantity.name!r} is lost")
@@ -175,11 +180,17 @@ class Recorder:
         stamp: Stamp,
         totals: dict[str, np.ndarray],
         n: int,
+        ran_out: bool,
     ) -> bool:
         row = quantity.finalize(totals, n)
         if row is None:
             return False
+        if ran_out and "status" in row:
+            codes = quantity.group(self._model).fields["status"].codes
+            if OUT_OF_MEMORY in codes and codes[int(row["status"])] == FAILED:
+                row = {**row, "status": codes.index(OUT_OF_MEMORY)}
         commit_due = store.append(quantity.name, stamp.step, row, stamp.coordinates())
+        self.n_rows += 1
         notice = quantity.notice(row, self._model)
         self.notices.when_new(quantity.name, notice and f"step {stamp.step}: {notice}", notice)
         self._latest[quantity.name] = {"step": stamp.step, **row}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ from distcockpit.tracking.memories import Memories
 from distcockpit.tracking.packed import Layout, pack
 from distcockpit.tracking.recorder import Recorder, Result
 from distcockpit.tracking.setup import Setup
-from distcockpit.tracking.shutdown import Shutdown
+from distcockpit.tracking.shutdown import Shutdown, in_words
 from distcockpit.tracking.updates import Start, Updates
 from distcockpit.tracking.userlog import UserLog
 from distcockpit.world import CLOSE, ModelsDiffer, Pending, Record, digest, record_of
@@ -58,6 +58,7 @@ class Session:
     shutdown: Shutdown = field(init=False)
     part: int = field(init=False)  # a number that tells whether ranks are in the same part of the run
     keeps_initial: bool = field(init=False)
+    farewell: Callable[[Clock, int, str], None] = lambda clock, rows, reason: None
     _is_broken: bool = False  # whether a tracked step failed here after its header
     _begins_again: bool = False  # whether ranks must begin another part together
     _first_step: int | None = None  # first step tracked or logged; may differ between ranks
@@ -73,7 +74,7 @@ class Session:
         self.updates = Updates(setup, self.memories, recorder, self.notices)
         self.part = digest(setup.facts, 0)
         self.keeps_initial = setup.world.rank == 0 and any(q.needs.initial for q in setup.quantities)
-        self.shutdown = Shutdown(self._end)
+        self.shutdown = Shutdown(self._end, alone=setup.world.size == 1)
 
     # -- the order of steps --------------------------------------------------------------------------------------------
 
@@ -174,10 +175,10 @@ class Session:
         self.last_step = previous
         self.updates.take_back(start)
 
-    def end(self) -> None:
+    def end(self, *, is_tracked: bool) -> None:
         """End the step."""
         self.is_inside = False
-        self.clock.leave()
+        self.clock.leave(is_tracked=is_tracked)
 
     def check_health(self) -> None:
         """Check whether this rank can go on; called before each header, so that all ranks stop together.
@@ -349,12 +350,16 @@ class Session:
             self.recorder.flush()
             self._raise_fault()
 
-    def _end(self, orderly: bool) -> None:
+    def _end(self, reason: str) -> None:
         """Write everything and finish. Only an orderly end communicates with, or waits for, other ranks.
+
+        Args:
+            reason: Why the run ended early; empty for an orderly end.
 
         Raises:
             RuntimeError: If on_error="raise" and the store has a fault.
         """
+        orderly = not reason
         try:
             if orderly:
                 self._record_last_displacement()
@@ -364,13 +369,14 @@ class Session:
                     pending.result()
         except RuntimeError as error:  # the run is over; the other ranks ended differently, or are gone
             logger.warning("distcockpit: close(): %s", error)
-            orderly = False
+            orderly, reason = False, in_words(error)
         finally:
             self.updates.forget()
             self.setup.world.leave_word(f"closed after step {self.last_step}")
             self.userlog.hand_on(everything=True)
             if self.recorder is not None:
-                self.recorder.close("closed" if orderly else "running", wait_for_ranks=orderly)
+                self.recorder.close(reason, wait_for_ranks=orderly)
+                self.farewell(self.clock, self.recorder.n_rows, reason)
         if orderly:
             self.setup.world.close()
             self._raise_fault()

@@ -91,7 +91,7 @@ class TrackedStep:
         self._eager.close()
         if self._capture is not None:
             self._capture.let_go()
-        self._session.end()
+        self._session.end(is_tracked=self._capture is not None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -72,6 +72,34 @@ class UserLog:
         for name, value in scalars.items():
             _check(name, value)
 
+    @staticmethod
+    def arguments(
+        data: object, step: object, scalars: Mapping[str, Any], latest: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """Sort the arguments of a call of ``DistCockpit.log``, which takes step and scalars in either order.
+
+        Args:
+            data: The first argument.
+            step: The second one.
+            scalars: What was passed by name.
+            latest: The latest step, used if none is passed.
+
+        Returns:
+            The step, and the scalars by name. A slash, which would be a path in the store, becomes a dot.
+
+        Raises:
+            TypeError: If there are two steps, or two dictionaries.
+        """
+        if isinstance(step, Mapping) or (step is None and data is not None and not isinstance(data, Mapping)):
+            data, step = step, data
+        if not (data is None or isinstance(data, Mapping)) or isinstance(step, Mapping):
+            raise TypeError(
+                f"log({data!r}, {step!r}): takes one step and one dictionary of scalars, such as log({{'loss': 0.5}}, "
+                "step=10), or scalars by name, such as log(10, loss=0.5)."
+            )
+        named = {**(data or {}), **scalars}
+        return latest if step is None else step, {str(name).replace("/", "."): v for name, v in named.items()}
+
     def add(
         self, step: int, epoch: float | None, reduce: str | None, scalars: Mapping[str, Any], wall_time: float
     ) -> None:
@@ -168,7 +196,7 @@ class UserLog:
 def _check(name: str, value: Any) -> None:
     if name in RESERVED or not NAME.fullmatch(name):
         raise ValueError(
-            f"log({name}=...): the name must consist of letters, digits, '_', '-' and '.' (no '/'), start with a "
+            f"log({name}=...): the name must consist of letters, digits, '_', '-', '.' and '/', start with a "
             f"letter, a digit or a single '_', and not be one of {list(RESERVED)}: it names an array in the group "
             "'log'."
         )

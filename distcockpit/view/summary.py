@@ -19,7 +19,7 @@ def facts(run: xr.DataTree) -> dict[str, str]:
     last = max((pd.Timestamp(group["wall_time"].values[-1], tz="UTC") for group in _with_rows(run)), default=None)
     newest = "" if last is None else f"{last.floor('s').to_pydatetime().astimezone():%Y-%m-%d %H:%M:%S %Z}"
     told = {
-        "state": attributes.get("state", ""),
+        "state": " – ".join(filter(None, map(str, (attributes.get("state", ""), attributes.get("reason", ""))))),
         "ranks": attributes.get("world_size", ""),
         "up to step": attributes.get("committed_step", ""),
         "newest row": newest,
@@ -28,7 +28,7 @@ def facts(run: xr.DataTree) -> dict[str, str]:
         "dropped rows": attributes.get("dropped_rows") or "",
         "torch": dict(attributes.get("versions", {})).get("torch", ""),
     }
-    return {name: plain(value) for name, value in told.items() if value != ""}
+    return {name: plain(value, 200) for name, value in told.items() if value != ""}
 
 
 def _with_rows(run: xr.DataTree) -> list[xr.Dataset]:
@@ -56,7 +56,7 @@ def summary(run: xr.DataTree, name: str, size: int) -> dict[str, Any]:
             "last_step": int(steps[-1]) if len(steps) else None,
             "newest": {str(k): _number(v) for k, v in node.data_vars.items() if v.dims == ("step",) and len(steps)},
         }
-    known = ("state", "world_size", "committed_step", "generation", "commit", "dropped_rows", "segments", "versions")
+    known = ("state", "reason", "world_size", "committed_step", "generation", "commit", "dropped_rows", "segments", "versions")
     return {
         "run": name,
         **{key: run.attrs[key] for key in known if key in run.attrs},

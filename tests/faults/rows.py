@@ -18,7 +18,7 @@ import numpy as np
 from distcockpit import open_run
 from distcockpit.run import verify
 from distcockpit.store.keys import FolderKeys
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RunStore
 from distcockpit.store.schema import Field, Group
 
 SCALARS, VECTORS, HISTOGRAMS, LARGE = 10, 5, 3, 2
@@ -61,7 +61,7 @@ def main(steps: int, path: Path) -> dict[str, float]:
             before = time.monotonic()
             store.commit()
             slowest, commits = max(slowest, time.monotonic() - before), commits + 1
-    store.commit("closed")
+    store.commit(CLOSED)
     store.release()
     told = {"steps": steps, "write_seconds": time.monotonic() - began, "commits": commits, "slowest_commit_s": slowest}
     files = [p.stat().st_size for p in path.rglob("*") if p.is_file()]

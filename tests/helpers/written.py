@@ -12,7 +12,7 @@ import numpy as np
 from distcockpit.quantities import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.store.keys import FolderKeys
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RunStore
 from distcockpit.store.schema import Group
 
 SHAPES = {"0.weight": (8, 6), "0.bias": (8,), "2.weight": (8, 8), "2.bias": (8,), "4.weight": (5, 8), "4.bias": (5,)}
@@ -86,7 +86,7 @@ class Written:
         return self
 
     def close(self) -> Path:
-        self.store.commit("closed")
+        self.store.commit(CLOSED)
         self.store.release()
         return self.path
 

@@ -29,7 +29,7 @@ from distcockpit.quantities import MeanGSNR
 from distcockpit.run import verify
 from distcockpit.store import run_store as writing
 from distcockpit.store.keys import FolderKeys
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RunStore
 from distcockpit.store.schema import Field, Group
 from distcockpit.store.writer import Job, Writer
 
@@ -85,7 +85,7 @@ def test_arrays_grow_over_chunk_boundaries(tmp_path: Path, monkeypatch: pytest.M
         if step % 5 == 2:
             run.commit()
             check(step + 1, boundaries)
-    run.commit("closed")
+    run.commit(CLOSED)
     run.release()
     resumed = run_store(tmp_path / "run", groups(parts[1], 2), facts(parts[1]), mode="a")
     resumed.begin(15, {})

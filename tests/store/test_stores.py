@@ -30,7 +30,7 @@ from distcockpit.run import verify
 from distcockpit.store import run_store as store_module
 from distcockpit.store.keys import Keys, keys_of
 from distcockpit.store.lock import KEY as LOCK
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RunStore
 from distcockpit.store.schema import Field, Group
 
 
@@ -126,7 +126,7 @@ def test_rows_are_cut_and_grow_again(where: Place, monkeypatch: pytest.MonkeyPat
             run.append("log", step, {"z": value}, AT)
             expected.append(value)
             kept.append([*(np.arange(ranks) + value)])
-        run.commit("closed")
+        run.commit(CLOSED)
         run.release()
         a = read(where)["a"]
         np.testing.assert_array_equal(a["x"], expected)
@@ -183,7 +183,7 @@ def test_the_lock_of_a_dead_process_holds_nobody(tmp_path: Path) -> None:
     script = f"""
 import os
 from distcockpit.store.keys import FolderKeys
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import CLOSED, RunStore
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,7 +204,7 @@ def test_a_run_that_was_killed_before_its_first_commit(where: Place, monkeypatch
     run = RunStore(keys(where), "a", GROUPS, NOTHING)
     run.begin(0, {})
     run.append("a", 0, {"x": 1.0, "v": np.ones(3)}, AT)
-    run.commit("closed")
+    run.commit(CLOSED)
     run.release()
     assert list(read(where)["a"]["x"].values) == [1.0]
 
