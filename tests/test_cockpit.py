@@ -314,7 +314,7 @@ def test_ways_to_log(tmp_path: Path, call: Any) -> None:
         call(cockpit, loss)
     log = open_run(tmp_path / "run")["log"]
     assert log["step"].values.tolist() == [3] and set(log.data_vars) == {"loss", "train.rate"}
-    assert log["loss"].values == [np.float64(float(loss))] and log["train.rate"].values == [0.5]
+    assert log["loss"].values == [loss.item()] and log["train.rate"].values == [0.5]
 
 
 @pytest.mark.parametrize("arguments", [(1, 2), ({"a": 1.0}, {"b": 1.0})])
@@ -400,7 +400,7 @@ def test_how_a_run_ended(tmp_path: Path, how: str, state: str, reason: str) -> N
     assert ("ooks wrong" in told[0]) == (how == "closed")  # not as the interpreter exits, where nothing can be imported
 
 
-@pytest.mark.parametrize("factor, words", [(0.0, "Nothing looks wrong"), (1e3, "What looks wrong: steps go too far")])
+@pytest.mark.parametrize("factor, words", [(0.0, "Nothing looks wrong"), (0.95, "What looks wrong: steps overshoot")])
 def test_the_line_at_the_end_says_what_looks_wrong(
     tmp_path: Path, factor: float, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,7 +411,7 @@ def test_the_line_at_the_end_says_what_looks_wrong(
         for step in range(30):
             optimizer.zero_grad()
             with cockpit.track(step):
-                cockpit(torch.randn(8, 4, generator=generator)).tanh().square().sum(1).mean().backward()
+                cockpit(torch.randn(8, 4, generator=generator)).square().sum(1).mean().backward()
             optimizer.step()
     (told,) = [text for text in caplog.messages if "30 steps in" in text]
     assert words in told

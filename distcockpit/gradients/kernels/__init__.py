@@ -225,4 +225,28 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
 
 
 def _implementation(values: Tensor) -> ModuleType:
-    return numba_cpu if numba_cpu is not None and values.is_cpu else reference
+    if numba_cpu is None or not values.is_cpu:
+        return reference
+    if not numba_cpu.is_ready:
+        numba_cpu.is_ready = True
+        numba_cpu.compile_once(_exercise)
+    return numba_cpu
+
+
+def _exercise() -> None:
+    """Call every function with the types that it is usually called with."""
+    values, edges = torch.linspace(-1, 1, 24).view(4, 6), bin_edges(-0.5, 0.5, 8)
+    wide, columns = values.double(), torch.zeros(4, 6, dtype=torch.int32)
+    slots(values, edges)
+    count_block(values, edges)
+    count_outer(values, values, edges)
+    count_block_2d(values, edges, columns[0], 2)
+    count_outer_2d(values[:, :4], values, edges, columns, 2)
+    add_sums(wide[0].clone(), values)
+    add_powers(wide[0].clone(), wide[1].clone(), values)
+    count_small(values.view(2, 4, 3), 0.0)
+    count_small(values.view(4, 6, 1), 0.0)
+    for each in (values, wide):
+        count_nonfinite(each)
+        inner_rows(each, each)
+        inner_rows(values, each)

@@ -15,6 +15,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from distcockpit.gradients.kernels import numba_loops as loops
 from distcockpit.gradients.kernels import numba_teams as teams
+from distcockpit.gradients.kernels.compiling import once_per_machine
 
 # Nanoseconds of work below which another thread does not pay off: without Python, and with it.
 PER_MEMBER, PER_THREAD = 10_000, 100_000
@@ -31,6 +33,20 @@ PER_MEMBER, PER_THREAD = 10_000, 100_000
 ADDED, COUNTED = 0.2, 0.3
 
 INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
+
+
+is_ready = False  # whether `compile_once` was called
+
+
+def compile_once(exercise: Callable[[], None]) -> None:
+    """Compile the loops, unless a process of this machine has done so.
+
+    Args:
+        exercise: Calls them.
+    """
+    folder = getattr(getattr(loops.slots, "stats", None), "cache_path", None)  # none where Numba is told to do nothing
+    if folder:
+        once_per_machine(exercise, [loops, teams], Path(folder))
 
 
 def slots(values: Tensor, limits: Tensor) -> Tensor:
