@@ -179,6 +179,13 @@ def test_a_run_without_rows(command: str, tmp_path: Path, capfd: pytest.CaptureF
         assert "nothing to draw yet" in err
 
 
+def test_a_folder_of_runs_is_the_newest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for k, name in enumerate(["b", "a", "c"]):
+        written = Written(tmp_path / f"{name}.zarr", [q.Loss()]).rows(3).close()
+        os.utime(written / "zarr.json", (0, [100, 300, 200][k]))
+    assert "a.zarr" in ran(capfd, "info", tmp_path)[0]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     "kind, words",
@@ -197,6 +204,8 @@ def test_a_run_without_rows(command: str, tmp_path: Path, capfd: pytest.CaptureF
 def test_what_is_no_run_is_one_line(
     command: str, kind: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if command == "watch" and kind == "nothing":
+        pytest.skip("it waits: test_the_terminal_view_waits_for_a_run_to_start")
     path = tmp_path / kind
     if kind == "folder":
         path.mkdir()

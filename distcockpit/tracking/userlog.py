@@ -73,9 +73,7 @@ class UserLog:
             _check(name, value)
 
     @staticmethod
-    def arguments(
-        data: object, step: object, scalars: Mapping[str, Any], latest: int
-    ) -> tuple[Any, dict[str, Any]]:
+    def arguments(data: object, step: object, scalars: Mapping[str, Any], latest: int) -> tuple[Any, dict[str, Any]]:
         """Sort the arguments of a call of ``DistCockpit.log``, which takes step and scalars in either order.
 
         Args:

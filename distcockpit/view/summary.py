@@ -56,10 +56,10 @@ def summary(run: xr.DataTree, name: str, size: int) -> dict[str, Any]:
             "last_step": int(steps[-1]) if len(steps) else None,
             "newest": {str(k): _number(v) for k, v in node.data_vars.items() if v.dims == ("step",) and len(steps)},
         }
-    known = ("state", "reason", "world_size", "committed_step", "generation", "commit", "dropped_rows", "segments", "versions")
+    known = ("state", "reason", "world_size", "committed_step", "generation", "commit", "dropped_rows", "segments")
     return {
         "run": name,
-        **{key: run.attrs[key] for key in known if key in run.attrs},
+        **{key: run.attrs[key] for key in (*known, "versions") if key in run.attrs},
         "bytes": size,
         "quantities": quantities,
         "findings": [finding.as_dict() for finding in check(run).findings],

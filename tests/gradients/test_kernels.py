@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,3 +282,29 @@ def test_small_elements_by_channel(shape: tuple[int, int, int], dtype: torch.dty
         expected = ((values <= epsilon) & (values >= -epsilon)).sum((0, 2))
         for kernel in IMPLEMENTATIONS:
             assert torch.equal(kernel.count_small(values, epsilon), expected)
+
+
+COMPILING = """
+import sys, logging
+logging.basicConfig(level="INFO", format="%(message)s")
+import torch
+from distcockpit.gradients import kernels
+from distcockpit.gradients.kernels import numba_loops as loops
+kernels.squared_norm(torch.ones(3))
+hits, misses = (sum(each.values()) for each in (loops.count_near.stats.cache_hits, loops.count_near.stats.cache_misses))
+print("compiled" if misses else "loaded" if hits else "neither")
+"""
+
+
+def test_one_process_compiles(tmp_path: Path) -> None:
+    """Of several that start at once, and says so; one that comes later neither waits nor compiles."""
+    pytest.importorskip("numba")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILING]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    at_once = [subprocess.Popen(command, **options) for _ in range(3)]
+    told = [process.communicate(timeout=HANG) for process in at_once]
+    assert sorted(out.strip() for out, _ in told) == ["compiled", "neither", "neither"]
+    assert all("compiling kernels, once per machine" in err for out, err in told if "compiled" in out)
+    late = run_program(*command, env=environment)
+    assert late.stdout.strip() == "neither" and "compiling" not in late.stderr

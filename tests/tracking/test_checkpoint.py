@@ -166,7 +166,8 @@ def test_one_process(tmp_path: Path, every_n: int) -> None:
     for how in ("whole", "dies"):
         run_all(None, tmp_path, [24], how, panel, every_n)
     died = open_run(tmp_path / "run").load()
-    assert (died.attrs["state"], died.attrs["reason"]) == ("ended", "Interrupted") and died["loss"]["step"].values[-1] == DIED
+    assert (died.attrs["state"], died.attrs["reason"]) == ("ended", "Interrupted")
+    assert died["loss"]["step"].values[-1] == DIED
     run_all(None, tmp_path, [24], "resumes", panel, every_n)
     run = open_run(tmp_path / "run")
     assert expect_same(open_run(tmp_path / "whole"), run, 0.0) > 100

@@ -89,6 +89,14 @@ def test_the_terminal_view_waits_for_a_run_that_is_away(tmp_path: Path) -> None:
     assert code == 130 and "Traceback" not in seen
 
 
+def test_the_terminal_view_waits_for_a_run_to_start(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    program = [sys.executable, "-m", "distcockpit", "watch", "--terminal", str(path), "--refresh", "0.2"]
+    start = ("waiting for a run to start here", lambda: Written(path, [q.Loss()]).rows(12, loss={"loss": 7.25}))
+    seen, code = terminal(program, start, (r"7\.25", None))
+    assert code == 130 and "Traceback" not in seen
+
+
 def test_long_work_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:
     store = small(tmp_path)
     program = [sys.executable, "-m", "distcockpit", "plot", str(store), "-o", str(tmp_path / "p.png"), "--dpi", "30"]
