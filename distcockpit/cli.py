@@ -69,8 +69,9 @@ _storage = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", message="%(version)s")
 def cli() -> None:
-    """Inspect runs recorded by distcockpit. RUN is a folder or a URL; the run may still be in progress. A folder of
-    runs stands for the one that was written last.
+    """Inspect runs recorded by distcockpit. RUN is a folder or a URL; the run may still be in progress.
+
+    A folder of runs stands for the one that was written last.
 
     No command needs torch, and none writes to a run.
     """

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +41,7 @@ def once_per_machine(exercise: Callable[[], None], modules: Sequence[ModuleType]
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(lock: Path) -> Generator[None, None, None]:
     """Inside, no other process holds the lock, or one has held it for too long."""
     import fcntl  # noqa: PLC0415 - not on all systems
 
