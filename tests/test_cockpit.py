@@ -119,7 +119,7 @@ def test_order_of_calls(tmp_path: Path) -> None:
         (lambda c: c.log(0, a="high"), TypeError, ["log(a='high')"]),
         (lambda c: c.log(0, a=torch.ones(3)), TypeError, ["shape (3,)"]),
         (lambda c: c.log(0, wall_time=1.0), ValueError, ["wall_time"]),
-        (lambda c: c.log(0, **{"train/loss": 1.0}), ValueError, ["train/loss", "'/'"]),
+        (lambda c: c.log(0, **{"train loss": 1.0}), ValueError, ["train loss", "'/'"]),
         (lambda c: c.log(0, reduce="max", a=1.0), ValueError, ["reduce='max'", "mean"]),
         (lambda c: c.log(0, a=1.0) or c.flush() or c.log(0, b=1.0), ValueError, ["step=0", "flush()"]),
     ],

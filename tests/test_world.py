@@ -88,7 +88,7 @@ def test_bytes_are_counted(ranks: Ranks, tmp_path: Path) -> None:
     row = open_run(tmp_path / "r")["time"]
     sizes = [p.numel() for p in network().parameters()]
     header, parameters = len(HEADER), sum(sizes)  # without sequences nothing is rounded, and no bounds are exchanged
-    sums = 1  # sum of the norms; what all ranks know is not sent
+    sums = 2  # of the norms, and of ranks without memory; what all ranks know is not sent
     assert list(row["exchanges"].values) == [2, 4, 3]  # once: a header before the names of the sums are compared
     numbers = [header + parameters, header + sums + header + parameters, sums + header + parameters]
     assert list(row["exchanged_bytes"].values) == [8 * n for n in numbers]

@@ -236,7 +236,7 @@ def test_the_line_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO, "distcockpit")
     chosen = [q.Loss(), q.GradHist1d(bins=100, schedule=every(100))]
     track_batches(tmp_path / "run", cases.initialised("mlp"), [cases.data("mlp", "mean", 0)], chosen, schedule=every(4))
-    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    line, _ = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]  # and that at the end
     # Rows of loss and learning rate: the value, and 4 coordinates; of the histogram: 101 edges, 100 counts, 5 more.
     size = 250 * 5 * 8 + 250 * 5 * 8 + 10 * (101 + 100 + 5 + 4) * 8
     assert f"up to {size / 1000:.3g} kB of rows per 1,000 steps" in line and str(tmp_path / "run") in line
