@@ -33,11 +33,7 @@ class _Run(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The path, with ``~`` expanded in case the shell did not; the newest run in a folder of runs."""
-        if "://" in str(value):
-            return str(value)
-        path = Path(value).expanduser()
-        roots = [] if (path / "zarr.json").exists() else list(path.glob("*/zarr.json"))
-        return str(max(roots, key=lambda root: root.stat().st_mtime).parent if roots else path)
+        return str(value) if "://" in str(value) else _newest(os.path.expanduser(value))
 
 
 class _Options(click.ParamType):
@@ -151,7 +147,7 @@ def watch(
 
     If there is no run yet, wait for it.
     """
-    _wait_for(run, storage_options, refresh)
+    run = _wait_for(run, storage_options, refresh)
     if in_terminal:
         return _watch_here(run, storage_options, refresh)
     with needs_view():
@@ -245,13 +241,20 @@ def _page(trees: Mapping[str, xr.DataTree], output: Path) -> None:
     click.echo(f"{plain(output)}")
 
 
-def _wait_for(run: str, storage_options: dict[str, Any] | None, refresh: float) -> None:
-    """Return once there is a run; what else is wrong with it is raised at once."""
+def _newest(path: str) -> str:
+    """The newest run in a folder of runs; any other path as it is."""
+    roots = [] if os.path.exists(os.path.join(path, "zarr.json")) else list(Path(path).glob("*/zarr.json"))
+    return str(max(roots, key=lambda root: root.stat().st_mtime).parent) if roots else path
+
+
+def _wait_for(run: str, storage_options: dict[str, Any] | None, refresh: float) -> str:
+    """Return where the run is once there is one; what else is wrong with it is raised at once."""
     is_told = False
     while True:
+        there = run if "://" in run else _newest(run)
         try:
-            commit(run, storage_options)
-            return
+            commit(there, storage_options)
+            return there
         except FileNotFoundError:
             if not is_told:
                 click.echo(f"{plain(run)}: waiting for a run to start here (press Ctrl-C to stop)", err=True)

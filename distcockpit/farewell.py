@@ -48,7 +48,8 @@ class Farewell:
             words.insert(0, f"The run ended early: {reason}.")
         elif tracked >= FEWEST_STEPS and "://" not in self._store:
             words += self._findings()
-        words.append(f"See: distcockpit report {shlex.quote(self._store)} -o report.html")
+        if not self._store.startswith("memory://"):
+            words.append(f"See: distcockpit report {shlex.quote(self._store)} -o report.html")
         logger.info("distcockpit: %s", " ".join(words))
 
     def _findings(self) -> Sequence[str]:

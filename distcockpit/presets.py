@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable
 
@@ -82,5 +83,13 @@ def preset(name: str) -> list[q.Quantity]:
         ValueError: If there is none.
     """
     if name not in PRESETS:
-        raise ValueError(f"quantities={name!r}: must be one of {list(PRESETS)}, or a list of these and of quantities.")
+        kinds = {each.lower(): each for each in q.__all__ if issubclass(getattr(q, each), q.Quantity)}
+        meant = difflib.get_close_matches(name.lower().replace("_", ""), [*PRESETS, *kinds], 1)
+        meant = [kinds.get(each, each) for each in meant]
+        hint = f" Did you mean {meant[0]!r}?" if meant else ""
+        if meant and meant[0] not in PRESETS:
+            hint = f" Did you mean the quantity {meant[0]}? Pass [{meant[0]}()], from distcockpit.quantities."
+        raise ValueError(
+            f"quantities={name!r}: must be one of {list(PRESETS)}, or a list of these and of quantities.{hint}"
+        )
     return PRESETS[name](None)

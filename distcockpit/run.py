@@ -49,6 +49,8 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"store={run.keys.name!r} is not a valid distcockpit run: {error!r}.") from error
     if tree.attrs.get("state") == "running" and is_abandoned(run.keys):
+        if open_store(store, storage_options).attributes.get("state") != "running":  # it ended in the meantime
+            return open_run(store, storage_options)
         tree.attrs["state"] = "killed"
     return tree
 

@@ -186,11 +186,17 @@ def test_a_folder_of_runs_is_the_newest(tmp_path: Path, capfd: pytest.CaptureFix
     assert "a.zarr" in ran(capfd, "info", tmp_path)[0]
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "watch"])  # which waits for it
+def test_no_run_is_one_line(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nothing"
+    out, err = ran(capfd, command, path, *with_output(command, tmp_path), code=2)
+    assert out == "" and err.count("\n") == 1 and "there is no run here" in err and str(path) in err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     "kind, words",
     [
-        ("nothing", "there is no run here"),
         ("folder", "is not a distcockpit run"),
         ("file", "is not a distcockpit run"),
         ("zarr", "is not a distcockpit run"),
@@ -204,8 +210,6 @@ def test_a_folder_of_runs_is_the_newest(tmp_path: Path, capfd: pytest.CaptureFix
 def test_what_is_no_run_is_one_line(
     command: str, kind: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if command == "watch" and kind == "nothing":
-        pytest.skip("it waits: test_the_terminal_view_waits_for_a_run_to_start")
     path = tmp_path / kind
     if kind == "folder":
         path.mkdir()
@@ -215,7 +219,7 @@ def test_what_is_no_run_is_one_line(
     elif kind == "zarr":
         path.mkdir()
         (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
-    elif kind != "nothing":
+    else:
         Written(path, [q.Alpha()]).rows(3).close()
         root = json.loads((path / "zarr.json").read_text())
         root["attributes"]["format_version"] = 99 if kind == "newer" else "x"

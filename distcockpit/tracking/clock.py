@@ -28,7 +28,7 @@ class Clock:
 
     def enter(self) -> None:
         """`track` is entered."""
-        self._entered, self._wait = time.perf_counter(), 0.0
+        self._entered, self._began, self._wait = time.perf_counter(), UNKNOWN, 0.0
         self._first = self._entered if math.isnan(self._first) else self._first
         self._outside = self._entered - self._left
 
@@ -45,7 +45,7 @@ class Clock:
         """`track` is left."""
         self._left = time.perf_counter()
         body = self._ended - self._began
-        if body >= 0:  # it has ended, and without an error on the way in
+        if body >= 0:  # it began and ended
             self.n_steps[is_tracked] += 1
             self._inside[is_tracked] += self._left - self._entered
             self._own += self._left - self._entered - body

@@ -376,9 +376,11 @@ class Session:
             self.userlog.hand_on(everything=True)
             if self.recorder is not None:
                 self.recorder.close(reason, wait_for_ranks=orderly)
-                self.farewell(self.clock, self.recorder.n_rows, reason)
         if orderly:
             self.setup.world.close()
+        if self.recorder is not None:  # last, since no rank waits for it
+            self.farewell(self.clock, self.recorder.n_rows, reason)
+        if orderly:
             self._raise_fault()
 
     def _record_last_displacement(self) -> None:

@@ -49,7 +49,7 @@ class Shutdown:
 
     def leave(self) -> None:
         """End the run as the interpreter exits."""
-        error = getattr(sys, "last_value", None)  # which ended the program
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # which ended the program
         self.close(self._reason if error is None else in_words(error))
 
 

@@ -290,7 +290,9 @@ logging.basicConfig(level="INFO", format="%(message)s")
 import torch
 from distcockpit.gradients import kernels
 from distcockpit.gradients.kernels import numba_loops as loops
-kernels.squared_norm(torch.ones(3))
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.float64)
+kernels.squared_norm(torch.ones(3, device="cpu"))
 hits, misses = (sum(each.values()) for each in (loops.count_near.stats.cache_hits, loops.count_near.stats.cache_misses))
 print("compiled" if misses else "loaded" if hits else "neither")
 """

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from stored_runs import train_at
 from stores import Place
+from written import Written
+from zarr.storage import LocalStore, WrapperStore
 
 from distcockpit import open_run
+from distcockpit import quantities as q
 from distcockpit.run import verify
+from distcockpit.store.lock import KEY as LOCK
 from distcockpit.store.names import plain
 from distcockpit.store.reading import UnsafeStoreError
 
@@ -93,3 +97,21 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
         (path / "zarr.json").write_text(text)
         with pytest.raises(UnsafeStoreError, match="is not a distcockpit run"):
             open_run(path)
+
+
+class Ends(WrapperStore):
+    """A store whose run is closed while it is read."""
+
+    run: Written
+
+    async def get(self, key: str, *arguments: Any, **options: Any) -> Any:
+        if key == LOCK:
+            self.run.close()
+        return await super().get(key, *arguments, **options)
+
+
+def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path) -> None:
+    store = Ends(LocalStore(tmp_path / "run"))
+    store.run = Written(tmp_path / "run", [q.Loss()]).rows(3)
+    assert open_run(tmp_path / "run").attrs["state"] == "running"
+    assert open_run(store).attrs["state"] == "closed"

@@ -124,6 +124,9 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ValueError,
         ["'ecnomy'", "economy", "business", "full"],
     ),
+    "a preset misspelt": (lambda p: construct(p, quantities="ecomony"), ValueError, ["Did you mean 'economy'?"]),
+    "a quantity's name": (lambda p: construct(p, quantities=["grad_norm"]), ValueError, ["Pass [GradNorm()]"]),
+    "a name misspelt": (lambda p: construct(p, quantities=["alpah", "x"]), ValueError, ["Pass [Alpha()]"]),
     "no quantities": (lambda p: construct(p, quantities=[]), ValueError, ["at least one", "enabled=False"]),
     "class for an object": (lambda p: construct(p, quantities=[MeanGSNR]), TypeError, ["MeanGSNR()"]),
     "two of one name": (

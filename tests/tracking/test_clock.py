@@ -59,5 +59,9 @@ def test_share_of_tracking(monkeypatch: pytest.MonkeyPatch, tracked: tuple[bool,
 def test_a_step_that_fails_has_no_share() -> None:
     clock = Clock()
     clock.enter()
+    clock.begin()
+    clock.end()
+    clock.leave(is_tracked=False)
+    clock.enter()
     clock.leave(is_tracked=True)
-    assert clock.n_steps == {True: 0, False: 0}
+    assert clock.n_steps == {True: 0, False: 1}

@@ -89,9 +89,11 @@ def test_the_terminal_view_waits_for_a_run_that_is_away(tmp_path: Path) -> None:
     assert code == 130 and "Traceback" not in seen
 
 
-def test_the_terminal_view_waits_for_a_run_to_start(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    program = [sys.executable, "-m", "distcockpit", "watch", "--terminal", str(path), "--refresh", "0.2"]
+@pytest.mark.parametrize("watched", ["runs/run", "runs"])
+def test_the_terminal_view_waits_for_a_run_to_start(tmp_path: Path, watched: str) -> None:
+    """Also where only the folder of runs is known, as with a store that is named by time."""
+    path = tmp_path / "runs" / "run"
+    program = [sys.executable, "-m", "distcockpit", "watch", "--terminal", str(tmp_path / watched), "--refresh", "0.2"]
     start = ("waiting for a run to start here", lambda: Written(path, [q.Loss()]).rows(12, loss={"loss": 7.25}))
     seen, code = terminal(program, start, (r"7\.25", None))
     assert code == 130 and "Traceback" not in seen

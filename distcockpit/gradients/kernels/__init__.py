@@ -235,8 +235,8 @@ def _implementation(values: Tensor) -> ModuleType:
 
 def _exercise() -> None:
     """Call every function with the types that it is usually called with."""
-    values, edges = torch.linspace(-1, 1, 24).view(4, 6), bin_edges(-0.5, 0.5, 8)
-    wide, columns = values.double(), torch.zeros(4, 6, dtype=torch.int32)
+    values, edges = torch.linspace(-1, 1, 24, dtype=torch.float32, device="cpu").view(4, 6), bin_edges(-0.5, 0.5, 8)
+    wide, columns = values.double(), torch.zeros_like(values, dtype=torch.int32)
     slots(values, edges)
     count_block(values, edges)
     count_outer(values, values, edges)

@@ -61,8 +61,8 @@ def count_block(values: Tensor, limits: Tensor) -> Tensor:
     """Count all elements of ``values``, see the package docstring."""
     values, limits = values.contiguous(), limits.contiguous()
     n, parts = values.numel(), _members(values.numel() * COUNTED)
-    scale = torch.tensor([float(each) for each in _scale(limits.numpy())], dtype=values.dtype)
-    counts = torch.zeros(parts, len(limits) + 2, dtype=torch.int64)
+    scale = torch.tensor([float(each) for each in _scale(limits.numpy())], dtype=values.dtype, device="cpu")
+    counts = torch.zeros(parts, len(limits) + 2, dtype=torch.int64, device="cpu")
     _run(teams.count_block(KINDS[values.dtype]), (parts, n, len(limits)), (values, limits, scale, counts))
     return counts.sum(0)
 
@@ -136,7 +136,7 @@ def count_nonfinite(values: Tensor) -> Tensor:
     """Count the elements that are NaN or infinite."""
     flat = _rows(values.reshape(-1))
     count = sum(in_parts(lambda part: loops.count_nonfinite(flat[part]), flat.size, ADDED, flat.dtype))
-    return torch.tensor(count, dtype=torch.int64)
+    return torch.tensor(count, dtype=torch.int64, device="cpu")
 
 
 def count_small(values: Tensor, epsilon: float) -> Tensor:
@@ -151,7 +151,7 @@ def count_small(values: Tensor, epsilon: float) -> Tensor:
             loops.count_small_in_columns(rows[part], limit, counts)
             return counts
 
-        return _shared_out(count, a, ADDED * c, rows.dtype) if a else torch.zeros(c, dtype=torch.int64)
+        return _shared_out(count, a, ADDED * c, rows.dtype) if a else torch.zeros(c, dtype=torch.int64, device="cpu")
     rows, counts = _rows(values.reshape(a * c, i)), np.zeros(a * c, np.int64)
     in_parts(lambda part: loops.count_small_in_rows(rows[part], limit, counts[part]), a * c, ADDED * i, rows.dtype)
     return torch.from_numpy(counts).view(a, c).sum(0)
@@ -181,7 +181,7 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
 
 def _inner_rows(values: Tensor, others: Tensor, n: int, d: int, m: int) -> Tensor:
     parts = _members(n * d * ADDED)
-    sums = torch.empty(n if n >= parts else n * parts, dtype=torch.float64)
+    sums = torch.empty(n if n >= parts else n * parts, dtype=torch.float64, device="cpu")
     loop = teams.inner_rows(KINDS[values.dtype], KINDS[others.dtype])
     _run(loop, (parts, n, m, d), (values.contiguous(), others.contiguous(), sums))
     return sums if n >= parts else sums.view(parts, n).sum(0)
