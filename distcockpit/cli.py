@@ -17,8 +17,7 @@ from rich.filesize import decimal
 from rich.live import Live as LiveView
 
 from distcockpit import __version__
-from distcockpit.findings import check
-from distcockpit.run import open_run
+from distcockpit.run import look_at
 from distcockpit.run import verify as verify_run
 from distcockpit.store.keys import keys_of
 from distcockpit.store.names import plain
@@ -78,16 +77,12 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> None:
     """Print what a run contains, and what looks wrong."""
-    tree = open_run(run, storage_options)
+    tree = look_at(run, storage_options)
     size = keys_of(run, storage_options).total()
     if as_json:
         return click.echo(json.dumps(summary(tree, run, size), allow_nan=False))
     out = console()
-    out.print(terminal.table(tree, facts(tree), run, decimal(size)))
-    if len(tree.attrs.get("segments", ())) > 1:
-        out.print(terminal.segments(tree))
-    out.print(terminal.findings(check(tree)))
-    return None
+    return out.print(terminal.info(tree, {**facts(tree), "size": decimal(size)}, run))
 
 
 @cli.command()
@@ -97,7 +92,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
     """Draw the full panel to a file."""
     check_place(output, run)
-    _figure({run: open_run(run, storage_options)}, output, dpi)
+    _figure({run: look_at(run, storage_options)}, output, dpi)
 
 
 @cli.command()
@@ -107,7 +102,7 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
     """Write a single HTML page with findings and interactive figures that works offline."""
     check_suffix(output, [".html", ".htm"])
     check_place(output, run)
-    _page({run: open_run(run, storage_options)}, output)
+    _page({run: look_at(run, storage_options)}, output)
 
 
 @cli.command()
@@ -127,7 +122,7 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
     if len(runs) < 2:
         refuse(f"compare: takes two runs or more, not {len(runs)}.")
     check_place(output, *runs)
-    trees = {name: open_run(path, storage_options) for name, path in _names(runs).items()}
+    trees = {name: look_at(path, storage_options) for name, path in _names(runs).items()}
     if output.suffix.lower() in (".html", ".htm"):
         _page(trees, output)
     else:
@@ -155,7 +150,7 @@ def watch(
 
     name = _names((run,))
     live = Live(
-        lambda: commit(run, storage_options), lambda: dict.fromkeys(name, open_run(run, storage_options)), refresh
+        lambda: commit(run, storage_options), lambda: dict.fromkeys(name, look_at(run, storage_options)), refresh
     )
 
     def ready(address: str) -> None:
@@ -179,7 +174,7 @@ def export(run: str, storage_options: dict[str, Any] | None, output: Path, kind:
     from distcockpit.view.export import FORMATS
 
     check_place(output, run)
-    tree = open_run(run, storage_options)
+    tree = look_at(run, storage_options)
     for name in only:
         if name not in tree.children:
             refuse(f"--quantity {name!r}: is not in the run, which has {list(tree.children)}.")
@@ -266,14 +261,14 @@ def _watch_here(run: str, storage_options: dict[str, Any] | None, refresh: float
     """Redraw whenever rows are committed."""
     out = console()
     name = next(iter(_names((run,))))
-    tree = open_run(run, storage_options)
+    tree = look_at(run, storage_options)
     seen, shown = None, terminal.view(tree, facts(tree), name, out.height)
     with LiveView(shown, console=out, auto_refresh=False, screen=out.is_terminal, transient=True) as live:
         while True:
             try:
                 token = commit(run, storage_options)
                 if token != seen:
-                    tree = open_run(run, storage_options)
+                    tree = look_at(run, storage_options)
                     seen, shown = token, terminal.view(tree, facts(tree), name, out.height)
                     live.update(shown, refresh=True)
                     if not out.is_terminal:  # a file or a pipe gets one view after another

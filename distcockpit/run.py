@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pandas as pd
 import xarray as xr
+from numpy.typing import NDArray
 from zarr.abc.store import Store
 
 from distcockpit.store.lock import is_abandoned
@@ -41,16 +42,26 @@ def open_run(store: str | os.PathLike[str] | Store, storage_options: Mapping[str
         OSError: If the store cannot be reached.
         ValueError: If it is not a distcockpit run, has a newer format, or is damaged.
     """
+    return _opened(store, storage_options, {} if find_spec("dask") else None)
+
+
+def look_at(store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> xr.DataTree:
+    """As `open_run`, but without Dask, which takes longer to import than most runs take to read."""
+    return _opened(store, storage_options, None)
+
+
+def _opened(
+    store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None, chunks: dict[str, int] | None
+) -> xr.DataTree:
     run = open_store(store, storage_options)
     opened: Any = run.store()  # xarray accepts zarr stores, though its types do not say so
-    chunks: dict[str, int] | None = {} if find_spec("dask") else None
     try:
         tree = xr.open_datatree(opened, engine="zarr", zarr_format=3, consolidated=True, chunks=chunks)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"store={run.keys.name!r} is not a valid distcockpit run: {error!r}.") from error
     if tree.attrs.get("state") == "running" and is_abandoned(run.keys):
         if open_store(store, storage_options).attributes.get("state") != "running":  # it ended in the meantime
-            return open_run(store, storage_options)
+            return _opened(store, storage_options, chunks)
         tree.attrs["state"] = "killed"
     return tree
 
@@ -183,9 +194,14 @@ def exponential_smoothing(data: xr.DataArray, weight: float = 0.9) -> xr.DataArr
     if not 0 <= weight < 1:
         raise ValueError(f"exponential_smoothing(weight={weight!r}): must be at least 0, and less than 1.")
     rows = data.transpose("step", ...)
-    flat = pd.DataFrame(rows.where(np.isfinite(rows)).values.reshape(rows.sizes["step"], math.prod(rows.shape[1:])))
-    smooth = flat.ewm(alpha=1 - weight, adjust=True, ignore_na=True).mean()
-    return rows.copy(data=smooth.to_numpy().reshape(rows.shape)).transpose(*data.dims)
+    return rows.copy(data=smoothed(rows.values, weight)).transpose(*data.dims)
+
+
+def smoothed(values: NDArray[Any], weight: float) -> NDArray[Any]:
+    """`exponential_smoothing` of plain numbers, along the first axis."""
+    flat = np.where(np.isfinite(values), values, np.nan).reshape(len(values), math.prod(values.shape[1:]))
+    mean = pd.DataFrame(flat).ewm(alpha=1 - weight, adjust=True, ignore_na=True).mean()
+    return mean.to_numpy().reshape(values.shape)
 
 
 def noise_scale(
@@ -216,8 +232,9 @@ def noise_scale(
             'run["gradient_noise_scale"].'
         )
     noise, signal = (exponential_smoothing(data[prefix + part], weight) for part in ("noise", "signal"))
-    ratio = (noise / signal.where(signal > 0)).rename("noise_scale")
-    return ratio.assign_attrs(long_name="gradient noise scale", units="samples")
+    with np.errstate(all="ignore"):
+        ratio = noise.copy(data=np.where(signal.values > 0, noise.values / signal.values, np.nan))
+    return ratio.rename("noise_scale").assign_attrs(long_name="gradient noise scale", units="samples")
 
 
 def to_dataframe(run: xr.DataTree) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 
 from distcockpit.findings.rule import LOOK, MANY, STEP, WINDOW, WRONG, Told, rule, windows
-from distcockpit.run import noise_scale
+from distcockpit.run import smoothed
 
 
 @rule(
@@ -62,7 +62,9 @@ def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
     last = group.isel(step=slice(-max(WINDOW, group.sizes["step"] // 4), None))
     if last.sizes["step"] < WINDOW or "batch_size" not in last.coords:
         return
-    scale = float(noise_scale(last, weight=0.95)[-1])
+    # Without xarray's arithmetic, whose first use imports Dask.
+    noise, signal = (float(smoothed(last[part].values, 0.95)[-1]) for part in ("noise", "signal"))
+    scale = noise / signal if signal > 0 else np.nan
     batch = float(np.median(last["batch_size"]))
     if not (np.isfinite(scale) and scale > 0 and batch > 0) or 0.1 * batch <= scale <= 10 * batch:
         return

@@ -32,3 +32,20 @@ def for_plotly(text: object, longest: int = LONGEST) -> str:
 def for_figure(text: object) -> str:
     """Escape for Matplotlib, which parses anything between dollar signs as a formula."""
     return plain(text).replace("$", r"\$")
+
+
+def in_words(units: str) -> str:
+    """The unit of an array as its reader would say it; empty for plain numbers."""
+    return UNITS.get(units, units)
+
+
+UNITS = {
+    "1": "",
+    "s": "seconds",
+    "B": "bytes",
+    "parameter": "parameter units",
+    "loss / parameter": "loss per parameter unit",
+    "(loss / parameter)^2": "squared loss per parameter unit",
+    "loss / parameter^2": "loss per squared parameter unit",
+    "loss / output": "loss per output unit",
+}

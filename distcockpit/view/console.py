@@ -20,7 +20,7 @@ from distcockpit.store.names import plain
 def console() -> Console:
     """A Rich console without markup and highlighting, because the output comes from untrusted stores."""
     columns = os.environ.get("COLUMNS", "")
-    wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 140
+    wide = None if sys.stdout.isatty() else int(columns) if columns.isdecimal() and int(columns) else 100
     return Console(markup=False, highlight=False, emoji=False, width=wide)
 
 
