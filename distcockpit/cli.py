@@ -61,6 +61,16 @@ _storage = click.option(
 )
 
 
+_panel = click.option(
+    "--panel",
+    type=click.Choice(["small", "full"]),
+    default="small",
+    show_default=True,
+    help="Of a picture: six plots on one screen, or all there are. An HTML page always shows all.",
+)
+_dpi = click.option("--dpi", type=click.IntRange(20, 600), default=200, show_default=True, help="Of a PNG.")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", message="%(version)s")
 def cli() -> None:
@@ -88,11 +98,12 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 @cli.command()
 @_takes_run
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="PNG, PDF or SVG.")
-@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True)
-def plot(run: str, storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
-    """Draw the full panel to a file."""
+@_panel
+@_dpi
+def plot(run: str, storage_options: dict[str, Any] | None, output: Path, panel: str, dpi: int) -> None:
+    """Draw a run to a file: loss, step size, gradients, ranks and what looks wrong, or everything."""
     check_place(output, run)
-    _figure({run: look_at(run, storage_options)}, output, dpi)
+    _figure({run: look_at(run, storage_options)}, output, panel, dpi)
 
 
 @cli.command()
@@ -116,8 +127,9 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
     show_default=True,
     help="HTML, or PNG, PDF or SVG.",
 )
-@click.option("--dpi", type=click.IntRange(20, 600), default=110, show_default=True, help="Resolution of a PNG.")
-def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, dpi: int) -> None:
+@_panel
+@_dpi
+def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, panel: str, dpi: int) -> None:
     """Overlay several runs in the same figures."""
     if len(runs) < 2:
         refuse(f"compare: takes two runs or more, not {len(runs)}.")
@@ -126,7 +138,7 @@ def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, outpu
     if output.suffix.lower() in (".html", ".htm"):
         _page(trees, output)
     else:
-        _figure(trees, output, dpi)
+        _figure(trees, output, panel, dpi)
 
 
 @cli.command()
@@ -211,14 +223,14 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "distcockpit", "_DISTCOCKPIT_COMPLETE").source())
 
 
-def _figure(trees: Mapping[str, xr.DataTree], output: Path, dpi: int) -> None:
+def _figure(trees: Mapping[str, xr.DataTree], output: Path, panel: str, dpi: int) -> None:
     with needs_view():
         from matplotlib.figure import Figure
 
         from distcockpit.instruments import INSTRUMENTS, plot_run
     check_suffix(output, [f".{kind}" for kind in Figure().canvas.get_supported_filetypes()])
     with progress("plot", len(INSTRUMENTS) * len(trees) + 1) as step:
-        figure = plot_run(trees, ", ".join(_names(tuple(trees))), progress=step)
+        figure = plot_run(trees, ", ".join(_names(tuple(trees))), panel, step)
         step(output.name)
         figure.savefig(output, dpi=dpi)
     click.echo(f"{plain(output)}")

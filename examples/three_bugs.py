@@ -29,7 +29,7 @@ STEPS, PER_RANK = 150, 32
 STORY = {
     "learning_rate": ["alpha", "losses"],
     "one_rank": ["ranks/loss, healthy", "ranks/loss, one_rank", "ranks/cosine, healthy", "ranks/cosine, one_rank"],
-    "vanishing": ["grad_norm", "losses"],
+    "vanishing": ["grad_norm, healthy", "grad_norm, vanishing"],
 }
 
 
@@ -83,6 +83,8 @@ def draw(folder: Path, figures: Path) -> None:
     for bug, wanted in STORY.items():
         runs = {name: open_run(folder / f"{name}.zarr") for name in ("healthy", bug)}
         pictures = {name: picture for place in panels(runs) for name, picture in place.by_page().items()}
+        for run, tree in runs.items():
+            pictures |= {f"{n}, {run}": p for place in panels({run: tree}) for n, p in place.by_page().items()}
         figure = Figure(figsize=(12, 3.8 * -(-len(wanted) // 2)), layout="constrained")
         for axes, name in zip(figure.subplots(-(-len(wanted) // 2), 2).flat, wanted, strict=True):
             draw_picture(axes, pictures[name])

@@ -45,7 +45,7 @@ FOLDERS = {
     "curvature": {"replay", "losses", "capture"},
     "quantities": {"store", "gradients", "curvature"},
     "tracking": {"replay", "store", "gradients", "losses", "capture", "curvature", "quantities"},
-    "instruments": {"store"},
+    "instruments": {"store", "findings"},
     "findings": {"store"},
     "view": {"store", "instruments", "findings"},
 }

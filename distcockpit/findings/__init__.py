@@ -35,7 +35,7 @@ def check(run: xr.DataTree) -> Checked:
             warnings.simplefilter("ignore")  # rows may be all NaN
             for group in groups:
                 findings += [
-                    Finding(one.name, told["severity"], told["title"], told["words"], one.picture, one.source, one.url)
+                    Finding(rule=one.name, picture=one.picture, source=one.source, url=one.url, **told)
                     for told in one.apply(run, group)
                 ]
     return Checked(sorted(findings, key=lambda f: f.severity != WRONG), unchecked)

@@ -10,6 +10,9 @@ from distcockpit.findings.rule import LOOK, MOST_ROWS, WINDOW, WRONG, Told, rule
 from distcockpit.store.names import plain
 from distcockpit.store.rows import portion
 
+MOST_NAMED = 20
+"""Parameters that a finding points at in the figure."""
+
 
 @rule(
     "gradients that vanish or explode with depth",
@@ -36,6 +39,7 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
         weak, strong = (first, last) if ratio < 1 else (last, first)
         yield {
             "severity": WRONG,
+            "members": (names[weights[0]], names[weights[-1]]),
             "title": f"gradients {'vanish' if ratio < 1 else 'explode'} towards the input",
             "words": f"The gradient of an element of {first} is typically {ratio:.1g} times that of {last}, and the "
             f"{len(weights)} weights follow the trend: {weak} hardly learns compared to {strong}. Usual causes are "
@@ -57,6 +61,7 @@ def _no_gradient(run: xr.DataTree, group: xr.Dataset) -> Told:
     if dead and len(dead) < norm.sizes["parameter"] and len(looked) >= WINDOW:
         yield {
             "severity": LOOK,
+            "members": tuple(dead[:MOST_NAMED]),
             "title": f"{len(dead)} of {norm.sizes['parameter']} parameters never get a gradient",
             "words": f"Their gradient is exactly 0 in all {len(looked)} rows that were checked: {some(dead)}. They are "
             "unused, cut off by a detach, or behind dead units.",

@@ -27,10 +27,11 @@ NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product wi
 )
 def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
     steps, rows = group["step"].values, group.sizes["step"]
-    bad = np.zeros((rows, group.sizes["rank"]), dtype=bool)
+    bad, page = np.zeros((rows, group.sizes["rank"]), dtype=bool), ""
     for field in ("nonfinite_losses", "nonfinite_gradients"):
         for start, block in in_blocks(group[field]):
             bad[start : start + len(block)] |= block > 0
+            page = field if (block > 0).any() else page
     found = np.flatnonzero(bad.any(axis=1))
     if not len(found):
         return
@@ -45,6 +46,7 @@ def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
     lasts = bool(bad[-2:].any(axis=1).all())
     yield {
         "severity": WRONG if lasts else LOOK,
+        "page": page,
         "title": f"NaN or infinity {'from' if lasts else 'at'} step {int(steps[first])} on rank {listed(ranks)}",
         "words": f"Losses or gradients are not finite at {len(found)} of {rows} tracked steps{told}. "
         + (

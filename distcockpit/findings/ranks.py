@@ -33,6 +33,7 @@ def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
             )
             yield {
                 "severity": WRONG,
+                "page": field,
                 "title": f"rank {rank} differs: its {what} is {typical[rank]:.2g} times that of the others",
                 "words": f"The {what} on rank {rank} is {side} the median of the ranks at {share:.0%} of "
                 f"{len(values)} tracked steps. Ranks differ by chance, but not always in the same direction: check "
@@ -53,6 +54,7 @@ def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
     if len(rows):
         yield {
             "severity": WRONG,
+            "page": "differs",
             "title": f"ranks hold different parameters from step {int(group['step'][rows[0]])}",
             "words": f"At {len(rows)} of {len(drift)} tracked steps, parameters differ between ranks, "
             f"{int(drift.max())} at most. Something updates them differently on each rank.",
@@ -77,6 +79,7 @@ def _slow(run: xr.DataTree, group: xr.Dataset) -> Told:
     for rank in np.flatnonzero((typical > 1.5) & (np.mean(ratio > 1, axis=0) >= 0.9)):
         yield {
             "severity": LOOK,
+            "page": "forward_seconds",
             "title": f"rank {rank} is slow: {typical[rank]:.2g} times the time of the others",
             "words": f"The forward pass and everything outside of `track` take {np.median(own[:, rank]):.2g} s on rank "
             f"{rank}, and all ranks wait for it. Check its data loading, its device, and what else runs there.",

@@ -38,6 +38,8 @@ class Finding:
         title: A short title.
         words: What was seen, why it matters, and what to do.
         picture: Names of the instruments and quantities that show it, the best first.
+        page: Which plot of these, such as "loss" of the ranks.
+        members: Names of the layers and parameters that it is about.
         source: The paper, or the reasoning, that the rule is based on.
         url: Where to read it.
     """
@@ -49,8 +51,10 @@ class Finding:
     picture: str
     source: str
     url: str = ""
+    page: str = ""
+    members: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
@@ -68,7 +72,7 @@ class Checked:
     unchecked: dict[str, str]
 
 
-Told = Iterator[dict[str, str]]
+Told = Iterator[dict[str, Any]]
 Apply = Callable[[xr.DataTree, xr.Dataset], Told]
 
 

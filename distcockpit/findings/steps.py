@@ -8,6 +8,9 @@ import xarray as xr
 from distcockpit.findings.rule import LOOK, MANY, STEP, WINDOW, WRONG, Told, rule, windows
 from distcockpit.run import smoothed
 
+FAR = 0.5
+"""Halfway from the minimum along a step to where it gains nothing; runs that learn fast are often a little above 0."""
+
 
 @rule(
     "effective step size far from 0",
@@ -25,13 +28,13 @@ def _alpha(run: xr.DataTree, group: xr.Dataset) -> Told:
         return
     typical = np.median(fitted)
     rows = f"the median over the {len(fitted)} rows with a fit (of {len(alpha)} in all) is {typical:.2g}"
-    too_far, too_short, uphill = (np.mean(far) for far in (middle > 0.3, (middle >= -1) & (middle < -0.8), middle < -1))
-    if too_far >= MANY and typical > 0.2:
+    too_far, too_short, uphill = (np.mean(far) for far in (middle > FAR, (middle >= -1) & (middle < -0.8), middle < -1))
+    if too_far >= MANY and typical > 0.4:
         yield {
             "severity": LOOK,
-            "title": f"steps overshoot: α is above 0.3 in {too_far:.0%} of the run",
-            "words": f"Steps end beyond the minimum along their own direction; {rows}. Some overshooting is common in "
-            "runs that learn fast. If the loss stalls or jumps, try a smaller learning rate first.",
+            "title": f"steps overshoot: α is above {FAR:g} in {too_far:.0%} of the run",
+            "words": f"Steps end beyond the minimum along their own direction; {rows}. They gain "
+            "little, and at 1 nothing: if the loss stalls or jumps, try a smaller learning rate first.",
         }
     if too_short >= MANY and typical < -0.7:
         yield {

@@ -6,7 +6,7 @@
 >>> alpha(plt.gca(), run)                           # doctest: +SKIP
 >>> plot_run(run).savefig("digits.png")             # doctest: +SKIP
 
-May import: store. Only needs a store: no torch, no process group. The extra ``view`` installs what it needs.
+May import: store, findings. Only needs a store: no torch, no process group. The extra ``view`` installs what it needs.
 """
 
 from distcockpit.instruments.alpha import alpha
@@ -14,10 +14,12 @@ from distcockpit.instruments.cabs import cabs
 from distcockpit.instruments.distance import distance
 from distcockpit.instruments.drawing import draw
 from distcockpit.instruments.early_stopping import early_stopping
+from distcockpit.instruments.figures import plot_run
 from distcockpit.instruments.grad_hist_1d import grad_hist_1d
 from distcockpit.instruments.grad_hist_2d import grad_hist_2d
 from distcockpit.instruments.grad_hist_2d_parameters import grad_hist_2d_parameters
 from distcockpit.instruments.grad_norm import grad_norm
+from distcockpit.instruments.gradient_size import gradient_size
 from distcockpit.instruments.gradient_tests import gradient_tests
 from distcockpit.instruments.gsnr import gsnr
 from distcockpit.instruments.instrument import Instrument
@@ -27,7 +29,7 @@ from distcockpit.instruments.max_eigenvalue import max_eigenvalue
 from distcockpit.instruments.metrics import metrics
 from distcockpit.instruments.noise_scale import noise_scale
 from distcockpit.instruments.output_gradients import output_gradients
-from distcockpit.instruments.panel import Place, panel, panels, plot_run
+from distcockpit.instruments.panel import Place, panel, panels
 from distcockpit.instruments.ranks import ranks
 from distcockpit.instruments.table import INSTRUMENTS
 from distcockpit.instruments.tic import tic
@@ -47,6 +49,7 @@ __all__ = [
     "grad_hist_2d",
     "grad_hist_2d_parameters",
     "grad_norm",
+    "gradient_size",
     "gradient_tests",
     "gsnr",
     "learning_rate",

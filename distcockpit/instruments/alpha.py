@@ -22,6 +22,7 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     x, y = data["step"].values, data.values
     window = max(1, min(len(y) // 10, 51))
     median = pd.Series(y).rolling(window, center=True, min_periods=1).median().to_numpy()
+    median = np.where(np.isfinite(y), median, np.nan)  # a gap stays a gap
     known = y[np.isfinite(y)]
     reach = max(2.0, *np.abs(np.quantile(known, [0.001, 0.999]))) if len(known) else 2.0
     bins = np.sinh(np.linspace(-np.arcsinh(reach), np.arcsinh(reach), 41))

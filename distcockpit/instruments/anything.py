@@ -15,6 +15,7 @@ from distcockpit.instruments.data import (
     scale,
     series,
     some,
+    spans_decades,
     values,
 )
 from distcockpit.instruments.picture import BLUE, Heat, Pages, Picture
@@ -35,7 +36,8 @@ def _picture(title: str, array: xr.DataArray) -> Picture:
     note = left_out(array)
     if array.ndim == 2 and array.dims[1] not in array.coords and array.shape[1] > MOST_CURVES:
         rows = values(few(some(array), MOST_COLUMNS))
-        heat = Heat(edges_of(rows["step"].values), np.arange(rows.shape[1] + 1) - 0.5, rows.values.T, named(array))
+        edges = edges_of(rows["step"].values), np.arange(rows.shape[1] + 1) - 0.5
+        heat = Heat(*edges, rows.values.T, named(array), log=spans_decades(rows.values))
         return Picture(title, str(array.dims[1]), [heat], note=note)
     if array.ndim <= 2:
         lines = [series(array, "", BLUE)] if array.ndim == 1 else family(array)
@@ -45,7 +47,7 @@ def _picture(title: str, array: xr.DataArray) -> Picture:
     cells = cut.values.reshape(cut.shape[0], -1)[:, :MOST_COLUMNS]
     note = "" if cells.size == newest.size else f"the first {cells.shape[0]} × {cells.shape[1]} cells of {newest.shape}"
     y, x = (np.arange(n + 1) - 0.5 for n in cells.shape)
-    heat = Heat(x, y, cells, named(array))
+    heat = Heat(x, y, cells, named(array), log=spans_decades(cells))
     return Picture(
         f"{title}, step {int(array['step'][-1])}",
         str(newest.dims[0]),

@@ -12,7 +12,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.colors import to_hex
 
-from distcockpit.instruments.picture import BLACK, FARTHEST, SEQUENTIAL, Band, Line, Mark, Numbers
+from distcockpit.instruments.picture import BLACK, CYCLE, FARTHEST, SEQUENTIAL, Band, Line, Mark, Numbers
+from distcockpit.store.names import in_words
 from distcockpit.store.rows import across, in_blocks, portion
 
 MOST_POINTS = 30_000
@@ -29,8 +30,9 @@ MOST_MEMBERS = 256
 
 
 def named(array: xr.DataArray, what: str = "") -> str:
-    """An axis label: what it is, and its unit."""
-    return f"{what or array.attrs.get('long_name', array.name)} [{array.attrs.get('units', '1')}]"
+    """An axis label: what it is, and its unit in words where it has one."""
+    what, unit = what or str(array.attrs.get("long_name", array.name)), in_words(str(array.attrs.get("units", "1")))
+    return what if not unit or unit in what.split() else f"{what} [{unit}]"
 
 
 def thinned(marks: Sequence[Mark]) -> list[Mark]:
@@ -112,10 +114,12 @@ def series(array: xr.DataArray, label: str, color: str, style: str = "solid") ->
 
 
 def family(array: xr.DataArray) -> list[Line]:
-    """An array [step, names] as a curve per name, coloured by depth."""
+    """An array [step, names] as a curve per name: layers and parameters coloured by depth, others apart."""
     data = values(some(array))
     names = members(data)
-    rows = zip(names, depth_colors(len(names)), data.values.astype(float).T, strict=True)
+    by_depth = array.dims[1] in ("layer", "parameter") or len(names) > len(CYCLE)
+    colors = depth_colors(len(names)) if by_depth else CYCLE[: len(names)]
+    rows = zip(names, colors, data.values.astype(float).T, strict=True)
     return [Line(data["step"].values, y, name, color, member=name) for name, color, y in rows]
 
 
@@ -182,6 +186,12 @@ def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
     if not through_zero and all((line.y[np.isfinite(line.y)] > 0).all() for line in lines):
         return {"scale": "log"}
     return {"scale": "asinh", "linear": max(float(np.quantile(positive, 0.1)), 1 / FARTHEST)}
+
+
+def spans_decades(cells: Numbers) -> bool:
+    """True if colours on a linear scale would show only the largest cells."""
+    known = cells[np.isfinite(cells)]
+    return bool(len(known) and (known > 0).all() and known.max() > 10 * known.min())
 
 
 def batch_size(node: xr.Dataset) -> list[Line]:

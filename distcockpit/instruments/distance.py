@@ -14,4 +14,4 @@ def distance(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Distance from the start, and size of each update, over all parameters."""
     looks = {"Distance": ("total", "from the start", BLUE), "UpdateSize": ("total", "per step", RED)}
     lines = side_by_side(groups, looks)
-    return Picture("how far the parameters moved", "length [parameter]", lines, **scale(lines))
+    return Picture("how far the parameters moved", "length [parameter units]", lines, **scale(lines))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import AsinhLocator, MaxNLocator
 
 from distcockpit.instruments.data import thinned
 from distcockpit.instruments.picture import (
@@ -27,6 +26,7 @@ from distcockpit.instruments.picture import (
     Picture,
     Zone,
     empty,
+    never_negative,
 )
 from distcockpit.store.names import for_figure
 
@@ -71,9 +71,10 @@ def draw(axes: Axes, picture: Picture | Pages) -> None:
 def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
     axes.set_title(for_figure(picture.title))
     axes.set_xlabel(for_figure(picture.x))
-    axes.set_ylabel(for_figure(picture.y))
+    axes.set_ylabel(broken(for_figure(picture.y)))
     if picture.scale == "asinh":
         axes.set_yscale("asinh", linear_width=picture.linear)
+        axes.yaxis.set_major_locator(AsinhLocator(picture.linear, numticks=7))
     elif picture.scale == "log" and not empty(picture):
         axes.set_yscale("log", nonpositive="mask")
     if empty(picture):
@@ -104,6 +105,11 @@ def _draw_one(axes: Axes, picture: Picture, compact: bool = False) -> None:
         )
     if not compact and not heat:
         _legend(axes, picture)
+
+
+def broken(label: str, longest: int = 40) -> str:
+    """A label that is longer than an axis is high, with its unit on a line of its own."""
+    return "\n[".join(label.rsplit(" [", 1)) if len(label) > longest else label
 
 
 def _mark(axes: Axes, mark: Line | Band | Heat, picture: Picture, compact: bool) -> None:
@@ -137,12 +143,21 @@ def _behind(axes: Axes, marks: Sequence[Zone | Level], picture: Picture) -> None
     for mark in marks:
         if isinstance(mark, Level) and (mark.y > 0 or picture.scale != "log"):
             axes.axhline(mark.y, color=BLACK, linewidth=0.8, zorder=1, label=mark.label or "_")
+            _inside(axes, mark.label, mark.y, "bottom")
             low, high = min(low, mark.y), max(high, mark.y)
     for mark in marks:
         if isinstance(mark, Zone) and max(mark.low, low) < min(mark.high, high):
             ends = max(mark.low, low), min(mark.high, high)
             axes.axhspan(*ends, color=mark.color, alpha=0.12, linewidth=0, zorder=0, label=mark.label or "_")
-    axes.set_ylim(low, high)
+            _inside(axes, mark.label, *((high, "top") if np.isinf(mark.high) else (low, "bottom")))
+    axes.set_ylim(max(low, 0) if never_negative(picture) and picture.scale != "log" else low, high)
+
+
+def _inside(axes: Axes, label: str, y: float, side: str) -> None:
+    """Name a zone or a level where it is."""
+    look: dict[str, Any] = {"ha": "right", "va": side, "fontsize": "small", "color": "#555555", "zorder": 5}
+    look["bbox"] = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
+    axes.text(0.985, y, for_figure(label), transform=axes.get_yaxis_transform(), **look)
 
 
 def _bars(axes: Axes, bars: Bars, sideways: bool = False) -> None:
@@ -160,24 +175,60 @@ def _bars(axes: Axes, bars: Bars, sideways: bool = False) -> None:
 
 
 def _legend(axes: Axes, picture: Picture) -> None:
-    """Draw a legend; with many members, it shows only some, from the first to the last."""
-    handles, labels = axes.get_legend_handles_labels()
+    """Draw a legend; layers, parameters and the like have their names at the ends of their curves."""
+    named_inside = {mark.label for mark in picture.marks if isinstance(mark, Zone | Level)}
+    found = zip(*axes.get_legend_handles_labels(), strict=True)
+    curves = [(handle, label) for handle, label in found if label not in named_inside]
     of_members = {mark.label for mark in picture.marks if isinstance(mark, Line) and mark.member}
-    family = [k for k, label in enumerate(labels) if label in of_members]
-    dropped: set[int] = set()
-    if len(family) > MOST_NAMES:
-        kept = {family[k] for k in np.linspace(0, len(family) - 1, MOST_NAMES).astype(int)}
-        dropped = set(family) - kept
+    family = [handle for handle, label in curves if label in of_members]
+    is_labelled = len(family) > 1
     entries: Mapping[str, Any] = {
-        for_figure(label): handle
-        for k, (handle, label) in enumerate(zip(handles, labels, strict=True))
-        if k not in dropped
+        for_figure(label): handle for handle, label in curves if not (is_labelled and label in of_members)
     }
-    if dropped:
-        entries = {**entries, f"and {len(dropped)} between": Line2D([], [], linestyle="")}
-    if not entries:
+    if is_labelled:
+        _label_ends(axes, family)
+    if len(entries) + is_labelled < 2:
         return
     beside = 1.18 if picture.right else 1.01
-    many = bool(family) or bool(picture.right) or len(entries) > 4
+    many = bool(picture.right) or len(entries) > 5
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (beside, 1.0)} if many else {"loc": "best"}
     axes.legend(entries.values(), entries.keys(), fontsize="x-small", framealpha=0.8, **place)
+
+
+def _label_ends(axes: Axes, curves: Sequence[Any]) -> None:
+    """Write names at the right ends of curves, spread so that they do not overlap; of many, only some."""
+    ends = []
+    for curve in curves:
+        y = np.asarray(curve.get_ydata(), dtype=float)
+        known = np.flatnonzero(np.isfinite(y) & ((y > 0) | (axes.get_yscale() != "log")))
+        if len(known):
+            height = axes.transAxes.inverted().transform(axes.transData.transform((0, y[known[-1]])))[1]
+            ends.append((float(np.clip(height, 0, 1)), curve))
+    if len(ends) > MOST_NAMES:
+        ends = [ends[k] for k in np.linspace(0, len(ends) - 1, MOST_NAMES).astype(int)]
+        axes.text(1.02, 1.02, f"{MOST_NAMES} of {len(curves)} named", transform=axes.transAxes, fontsize="x-small")
+    ends.sort(key=lambda end: end[0])
+    places = spread([height for height, _ in ends], 0.055)
+    for place, (height, curve) in zip(places, ends, strict=True):
+        axes.annotate(
+            for_figure(curve.get_label()),
+            xy=(1, height),
+            xytext=(1.03, place),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize="x-small",
+            arrowprops={"arrowstyle": "-", "color": curve.get_color(), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0},
+        )
+
+
+def spread(heights: Sequence[float], least: float) -> list[float]:
+    """Rising positions at least this far apart, as near to the given ones as going up and then down gets."""
+    places: list[float] = []
+    for height in heights:
+        places.append(max(height, places[-1] + least) if places else height)
+    top = 1.0
+    for k in reversed(range(len(places))):
+        places[k] = min(places[k], top)
+        top = places[k] - least
+    return places

@@ -25,7 +25,7 @@ def gradient_tests(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     lines = side_by_side(groups, looks)
     return Picture(
         "noise of the batch gradient",
-        "relative standard error of the gradient [1]",
+        "relative standard error of the gradient",
         [Level(1, "as large as the gradient"), *lines],
         **scale(lines),
     )

@@ -9,7 +9,7 @@ from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Picture
 
 
-@instrument("performance", LearningRate={"learning_rate": "step param_group"})
+@instrument("training", LearningRate={"learning_rate": "step param_group"})
 def learning_rate(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The learning rate of each parameter group."""
     (node,) = groups.values()

@@ -9,7 +9,7 @@ from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import CYCLE, Picture
 
 
-@instrument("performance", Loss={"loss": "step"}, log={})
+@instrument("training", Loss={"loss": "step"}, log={})
 def losses(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """The pooled loss, and everything logged under a name that contains "loss"."""
     found: list[tuple[xr.DataArray, str]] = []
@@ -19,4 +19,4 @@ def losses(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         else:
             found += [(array.dropna("step"), key) for key, array in scalars(node).items() if "loss" in key.lower()]
     lines = [series(array, name, CYCLE[k % len(CYCLE)]) for k, (array, name) in enumerate(found)]
-    return Picture("losses", "loss [loss]", lines, **scale(lines))
+    return Picture("losses", "loss", lines, **scale(lines))

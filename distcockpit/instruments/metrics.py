@@ -9,7 +9,7 @@ from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import BLUE, Pages, Picture
 
 
-@instrument("performance", log={})
+@instrument("training", log={})
 def metrics(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
     """One picture for each logged scalar that is not a loss."""
     (node,) = groups.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import xarray as xr
 
 from distcockpit import run as reading
@@ -24,8 +25,10 @@ def noise_scale(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         "from samples": (reading.noise_scale(node, WEIGHT, "samples"), BLUE, "solid"),
         "from ranks": (reading.noise_scale(node, WEIGHT, "ranks"), RED, "dashed"),
     }
+    known = np.isfinite(node["noise"].values)  # smoothing carries on where a row has no number; the curve does not
     lines = [
-        Line(ratio["step"].values, ratio.values, label, color, style) for label, (ratio, color, style) in ratios.items()
+        Line(ratio["step"].values, np.where(known, ratio.values, np.nan), label, color, style)
+        for label, (ratio, color, style) in ratios.items()
     ]
     lines += batch_size(node)
     note = f"both parts smoothed with weight {WEIGHT}"

@@ -1,24 +1,18 @@
-"""All plots of a run, in the order of the panel: step size, gradients, curvature, ranks, performance."""
+"""All plots of a run, in the order of the panel: training, step size, gradients, curvature, ranks, time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import xarray as xr
 
 from distcockpit.instruments.anything import anything
 from distcockpit.instruments.data import scale
-from distcockpit.instruments.drawing import MOST_PAGES, draw
 from distcockpit.instruments.picture import CYCLE, Band, Heat, Line, Pages, Picture, empty
 from distcockpit.instruments.table import INSTRUMENTS
-from distcockpit.store.names import for_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SECTIONS = ("step size", "gradients", "curvature", "ranks", "performance", "more")
+SECTIONS = ("training", "step size", "gradients", "curvature", "ranks", "time", "more")
 
 
 @dataclass(frozen=True)
@@ -36,23 +30,28 @@ class Place:
         return {f"{self.name}/{page}": picture for page, picture in self.picture.items()}
 
 
-def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None) -> Iterator[Place]:
+def panel(
+    run: xr.DataTree, progress: Callable[[str], None] = lambda name: None, only: Collection[str] | None = None
+) -> Iterator[Place]:
     """Every plot of this run, by section; quantities without their own instrument come last.
 
     Args:
         run: What `open_run` returns.
         progress: Called with the name of each plot before it is made.
+        only: Names of instruments; by default all.
     """
     shown: set[str] = set()
     by_section = sorted(INSTRUMENTS.values(), key=lambda one: SECTIONS.index(one.section))
     for one in by_section:
+        if only is not None and one.name not in only:
+            continue
         progress(one.name)
         shown |= set(one.groups(run))
         for name, picture in one.pictures(run).items():
             if not _nothing(picture):
                 yield Place(name if name == one.name else f"{one.name}-{name}", one.section, picture)
     for name, node in run.children.items():
-        if name in shown or not node.sizes.get("step"):
+        if only is not None or name in shown or not node.sizes.get("step"):
             continue
         progress(name)
         pages = anything(name, node.to_dataset())
@@ -60,18 +59,23 @@ def panel(run: xr.DataTree, progress: Callable[[str], None] = lambda name: None)
             yield Place(f"more-{name}", "more", pages)
 
 
-def panels(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = lambda name: None) -> list[Place]:
+def panels(
+    runs: Mapping[str, xr.DataTree],
+    progress: Callable[[str], None] = lambda name: None,
+    only: Collection[str] | None = None,
+) -> list[Place]:
     """The panel of one run, or of several in the same plots.
 
     Args:
         runs: Runs by display name.
         progress: As for `panel`.
+        only: As for `panel`.
     """
     if len(runs) == 1:
-        return list(panel(next(iter(runs.values())), progress))
+        return list(panel(next(iter(runs.values())), progress, only))
     found: dict[str, tuple[str, dict[str, Picture | Pages]]] = {}
     for label, run in runs.items():
-        for place in panel(run, progress):
+        for place in panel(run, progress, only):
             found.setdefault(place.name, (place.section, {}))[1][label] = place.picture
     order = sorted(found.items(), key=lambda item: SECTIONS.index(item[1][0]))
     colors = {label: CYCLE[k % len(CYCLE)] for k, label in enumerate(runs)}
@@ -98,6 +102,13 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
     of_runs = {run: p for run, p in pictures.items() if isinstance(p, Picture)}
     if any(isinstance(mark, Heat) for p in of_runs.values() for mark in p.marks):
         return {run: replace(p, title=f"{p.title}: {run}") for run, p in of_runs.items()}
+    members = list(
+        dict.fromkeys(m.member for p in of_runs.values() for m in p.marks if isinstance(m, Line | Band) and m.member)
+    )
+    if len(members) > 1:  # a plot for each layer: colours tell the runs apart
+        by_member = {name: {run: _only(p, name) for run, p in of_runs.items()} for name in ("", *members)}
+        each = {name or "all": overlay(part, colors) for name, part in by_member.items()}
+        return {name: part for name, part in each.items() if isinstance(part, Picture) and not empty(part)}
     first = next(iter(of_runs.values()))
     fixed = [mark for mark in first.marks if not isinstance(mark, Line | Band)]
     moving = [mark for run, p in of_runs.items() for mark in _of_run(run, p, colors[run])]
@@ -105,6 +116,13 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
     if {p.scale for p in of_runs.values()} == {"asinh"}:
         return merged
     return replace(merged, **{"scale": "linear", **scale([mark for mark in moving if isinstance(mark, Line)])})
+
+
+def _only(picture: Picture, member: str) -> Picture:
+    """The curves of one layer or parameter; without a name, those that belong to none."""
+    kept = [mark for mark in picture.marks if not isinstance(mark, Line | Band) or mark.member == member]
+    kept = [replace(m, label="") if isinstance(m, Line) and member else m for m in kept]
+    return replace(picture, marks=kept, title=f"{picture.title}: {member}" if member else picture.title)
 
 
 def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
@@ -122,51 +140,6 @@ def _of_run(run: str, picture: Picture, color: str) -> list[Line | Band]:
     return named
 
 
-def _side_by_side(picture: Picture | Pages) -> list[Picture]:
-    return [picture] if isinstance(picture, Picture) else [p for p in picture.values() if not empty(p)][:MOST_PAGES]
-
-
 def _nothing(picture: Picture | Pages) -> bool:
     pages = [picture] if isinstance(picture, Picture) else list(picture.values())
     return all(empty(page) for page in pages)
-
-
-def plot_run(
-    run: xr.DataTree | Mapping[str, xr.DataTree],
-    title: str = "",
-    columns: int = 4,
-    progress: Callable[[str], None] = lambda name: None,
-) -> Figure:
-    """The whole panel as a figure.
-
-    Args:
-        run: What `open_run` returns, or several runs by name, which are overlaid.
-        title: Title above the panel.
-        columns: Maximum number of plots side by side.
-        progress: As for `panel`.
-
-    Raises:
-        ValueError: If there are no rows to draw.
-    """
-    from matplotlib.figure import Figure
-
-    runs = {"run": run} if isinstance(run, xr.DataTree) else dict(run)
-    places = panels(runs, progress)
-    if not places:
-        raise ValueError("plot_run(run): there is nothing to draw yet: the run has no rows with finite values.")
-    pictures = [(place.section, picture) for place in places for picture in _side_by_side(place.picture)]
-    sections = {name: [picture for section, picture in pictures if section == name] for name in SECTIONS}
-    sections = {name: there for name, there in sections.items() if there}
-    heights = [-(-len(there) // columns) for there in sections.values()]
-    figure = Figure(figsize=(6.4 * columns, 3.9 * sum(heights) + 0.5 * len(heights) + 0.4), layout="constrained")
-    parts = figure.subfigures(len(sections), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, (name, there), rows in zip(parts, sections.items(), heights, strict=True):
-        part.suptitle(name.upper(), x=0.01, ha="left", fontweight="bold")
-        grid = part.subplots(rows, -(-len(there) // rows), squeeze=False).flat
-        for picture, axes in zip(there, grid, strict=False):
-            draw(axes, picture)
-        for axes in list(grid):
-            axes.remove()
-    if title:
-        figure.suptitle(for_figure(title))
-    return figure

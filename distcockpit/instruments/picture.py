@@ -154,3 +154,14 @@ def empty(picture: Picture) -> bool:
         if values and np.isfinite(np.asarray(getattr(mark, values), dtype=float)).any():
             return False
     return True
+
+
+def never_negative(picture: Picture) -> bool:
+    """True if no curve, band or level is below 0: then the axis does not go there either."""
+    for mark in picture.marks:
+        values = {Line: "y", Band: "low", Level: "y"}.get(type(mark))
+        if values:
+            y = np.asarray(getattr(mark, values), dtype=float)
+            if (y[np.isfinite(y)] < 0).any():
+                return False
+    return not any(isinstance(mark, Heat) for mark in picture.marks)

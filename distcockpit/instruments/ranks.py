@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from distcockpit.instruments.data import columns, named, values
+from distcockpit.instruments.data import columns, named, spans_decades, values
 from distcockpit.instruments.instrument import instrument
 from distcockpit.instruments.picture import Heat, Pages, Picture
 from distcockpit.store.rows import in_blocks
@@ -52,6 +52,5 @@ def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
 def _picture(array: xr.DataArray, title: str, which: str) -> Picture:
     edges, cells = columns(array, which)
     note = f"each column shows the {which} of several steps" if len(cells) < array.sizes["step"] else ""
-    is_time = array.attrs.get("units") == "s"
-    heat = Heat(edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=is_time)
+    heat = Heat(edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=spans_decades(cells))
     return Picture(title, "rank", [heat], note=note, whole=True)

@@ -8,6 +8,7 @@ from distcockpit.instruments.grad_hist_1d import grad_hist_1d
 from distcockpit.instruments.grad_hist_2d import grad_hist_2d
 from distcockpit.instruments.grad_hist_2d_parameters import grad_hist_2d_parameters
 from distcockpit.instruments.grad_norm import grad_norm
+from distcockpit.instruments.gradient_size import gradient_size
 from distcockpit.instruments.gradient_tests import gradient_tests
 from distcockpit.instruments.gsnr import gsnr
 from distcockpit.instruments.instrument import Instrument
@@ -25,9 +26,13 @@ from distcockpit.instruments.trace import trace
 INSTRUMENTS: dict[str, Instrument] = {
     one.name: one
     for one in (
+        losses,
+        learning_rate,
+        metrics,
         alpha,
         distance,
         cabs,
+        gradient_size,
         grad_norm,
         gradient_tests,
         noise_scale,
@@ -41,9 +46,6 @@ INSTRUMENTS: dict[str, Instrument] = {
         tic,
         max_eigenvalue,
         ranks,
-        losses,
-        metrics,
-        learning_rate,
         times,
     )
 }

@@ -17,9 +17,9 @@ PARTS = {
 }
 
 
-@instrument("performance", RankHealth={name: "step rank" for name in PARTS})
+@instrument("time", RankHealth={name: "step rank" for name in PARTS})
 def times(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Time of tracked steps and its parts; each is the longest over all ranks."""
     (node,) = groups.values()
     lines = [series(values(node[name]).max("rank"), *look) for name, look in PARTS.items()]
-    return Picture("time of a tracked step, longest over all ranks", "time [s]", lines, **scale(lines))
+    return Picture("time of a tracked step, longest over all ranks", "time [seconds]", lines, **scale(lines))

@@ -62,7 +62,7 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
 def test_steps_that_go_too_far(tmp_path: Path) -> None:
     alpha = np.where(np.arange(N) % 2, 0.8, 0.6)
     finding = one(found(tmp_path, alpha={"alpha": alpha}), "effective step size far from 0")
-    assert finding.severity == "look" and "α is above 0.3 in 100% of the run" in finding.title
+    assert finding.severity == "look" and "α is above 0.5 in 100% of the run" in finding.title
     assert (
         "the median over the 60 rows with a fit (of 60 in all) is 0.7" in finding.words
         and finding.picture == "alpha"

@@ -18,6 +18,7 @@ from distcockpit import instruments, open_run
 from distcockpit import quantities as q
 from distcockpit.instruments import INSTRUMENTS, panel, panels, plot_run
 from distcockpit.instruments.data import thin
+from distcockpit.instruments.drawing import spread
 from distcockpit.instruments.panel import overlay
 from distcockpit.instruments.picture import CYCLE, Band, Line, Picture
 from distcockpit.store import rows
@@ -81,13 +82,49 @@ def test_quantities_without_an_instrument_are_shown(run: xr.DataTree) -> None:
 
 
 def test_the_panel_is_laid_out_like_a_cockpit(run: xr.DataTree, tmp_path: Path) -> None:
-    figure = plot_run(run, title="the run")
+    figure = plot_run(run, title="the run", panel="full")
     names = [part.get_suptitle() for part in figure.subfigs]
-    assert names == ["STEP SIZE", "GRADIENTS", "CURVATURE", "RANKS", "PERFORMANCE", "MORE"]
+    assert names == ["TRAINING", "STEP SIZE", "GRADIENTS", "CURVATURE", "RANKS", "TIME", "MORE"]
     titles = [a.get_title() for a in figure.axes]
     assert "effective step size" in titles and "sharpness" in titles and "losses" in titles
     figure.savefig(tmp_path / "panel.png", dpi=30)
     assert (tmp_path / "panel.png").stat().st_size > 20_000
+
+
+def test_the_small_panel_begins_with_the_loss_and_ends_with_what_looks_wrong(tmp_path: Path) -> None:
+    chosen = [
+        q.Loss(),
+        q.Alpha(),
+        q.GradNorm(),
+        q.NormTest(),
+        q.GradHist1d(bins=4),
+        q.RankDisagreement(),
+        q.HessTrace(),
+    ]
+    rows = {"loss": {"loss": np.where(np.arange(40) < 10, 1.0, 9.0)}, "learning_rate": {"learning_rate": 0.1}}
+    run = open_run(Written(tmp_path / "run", [*chosen, q.LearningRate()]).rows(40, **rows).close())
+    figure = plot_run(run)
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    expected = ["losses", "effective step size", "gradient and its noise", "individual gradient elements"]
+    assert titles == [*expected, "loss of each rank", "what looks wrong"]
+    told = " ".join(text.get_text().replace("\n", " ") for text in figure.axes[-1].texts)
+    assert "the loss jumps to 9, from 1" in told
+    width, height = figure.get_size_inches()
+    assert width < 8 and height < 8
+    figure.savefig(tmp_path / "small.png")
+    with pytest.raises(ValueError, match=r"plot_run\(panel='large'\): must be 'small' or 'full'"):
+        plot_run(run, panel="large")  # type: ignore[arg-type]
+
+
+def test_axes_of_what_is_never_negative_begin_at_0() -> None:
+    for values, low in ((np.linspace(0, 1, 9), 0), (np.linspace(-1, 1, 9), -1.1)):
+        axes = Figure().add_subplot()
+        instruments.draw(axes, Picture("length", "y", [Line(np.arange(9), values)]))
+        assert axes.get_ylim()[0] == pytest.approx(low)
+
+
+def test_names_at_the_ends_of_curves_do_not_overlap() -> None:
+    assert spread([0.1, 0.11, 0.5, 0.99, 1.0], 0.1) == pytest.approx([0.1, 0.2, 0.5, 0.9, 1.0])
 
 
 def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
@@ -152,8 +189,8 @@ def test_hundreds_of_layers_are_drawn(tmp_path: Path) -> None:
     run = open_run(Written(tmp_path / "run", [q.GradNorm(), q.ReplicaDrift()], many).rows(12).close())
     found = lines(drawn("grad_norm", run))
     assert len(found) == 257 and "layers.0.weight" in found and "layers.299.weight" in found
-    legend = drawn("grad_norm", run).get_legend()
-    assert legend is not None and len(legend.get_texts()) < 12
+    written = [text.get_text() for text in drawn("grad_norm", run).texts]
+    assert len(written) == 10 and written[:2] == ["256 of 300 names", "8 of 256 named"]
 
 
 def luminance(color: str) -> float:
@@ -188,10 +225,8 @@ def test_names_are_drawn_as_they_are_read(tmp_path: Path) -> None:
     facts = model(lambda name: f"{names.get(name, HOSTILE[1])}{name}")
     chosen = [q.GradNorm(), q.HessTrace(), q.OutputGradientGeometry(), q.GradHist2d(keep_individual=True)]
     run = open_run(Written(tmp_path / "run", chosen, facts).rows(12).close())
-    legend = drawn("grad_norm", run).get_legend()
-    assert legend is not None
-    shown = [text.get_text() for text in legend.get_texts()]
-    assert [text.replace("\\$", "$") for text in shown[:6]] == [plain(name) for name in facts.parameters]
+    shown = [text.get_text() for text in drawn("grad_norm", run).texts]
+    assert {text.replace("\\$", "$") for text in shown} == {plain(name) for name in facts.parameters}
     assert not any(cbook.is_math_text(text) is True for text in shown)  # no dollar of a name begins a formula
     plot_run(run, title=HOSTILE[1]).savefig(tmp_path / "panel.png", dpi=25)  # Matplotlib would stumble over a formula
 
@@ -216,6 +251,10 @@ def test_runs_are_drawn_over_each_other(tmp_path: Path) -> None:
         m.label.split(":")[0] for m in alpha.marks if "row" in getattr(m, "label", "")
     } == {"one", "two"}
     assert set(places["ranks"]) >= {"cosine, one", "cosine, two"}  # type: ignore[arg-type]
+    by_layer = places["grad_norm"]
+    assert not isinstance(by_layer, Picture) and list(by_layer) == ["all", *SHAPES]  # colours are for runs
+    for page in by_layer.values():
+        assert {mark.label: mark.color for mark in page.marks} == {"one": CYCLE[0], "two": CYCLE[1]}  # type: ignore[union-attr]
     picture = Picture(
         "x", "y [1]", [Band(np.arange(3), np.zeros(3), np.ones(3)), Line(np.arange(3), np.ones(3), "all")]
     )

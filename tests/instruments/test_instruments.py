@@ -39,8 +39,8 @@ def test_each_works_alone_and_carries_units(name: str, run: xr.DataTree) -> None
     every_axes = [a for a in [axes, *axes.child_axes] if a.get_ylabel() and a.axison]
     assert every_axes
     for each in every_axes:
-        assert re.search(r"\[.+\]$|^rank$", each.get_ylabel()), each.get_ylabel()
-        assert each.get_xlabel() in ("step", "value of its parameter [1]", "")
+        assert not re.search(r"\[(1|s|B|.*[/^].*)\]", each.get_ylabel()), each.get_ylabel()  # units are in words
+        assert each.get_xlabel() in ("step", "value of its parameter", "")
     assert INSTRUMENTS[name].__doc__ and INSTRUMENTS[name].section in SECTIONS
 
 
@@ -98,6 +98,22 @@ def test_a_curve_for_each_parameter(run: xr.DataTree, name: str, group: str, fie
     found, array = lines(drawn(name, run, group)), run[group][field]
     for parameter in array["parameter"].values:
         np.testing.assert_array_equal(found[parameter][1], array.sel(parameter=parameter))
+
+
+def test_the_gradient_is_beside_its_standard_error(run: xr.DataTree) -> None:
+    found = lines(drawn("gradient_size", run))
+    norm = run["grad_norm"]["total"].values
+    np.testing.assert_array_equal(found["norm of the gradient"][1], norm)
+    np.testing.assert_allclose(found["its standard error"][1], norm * run["norm_test"]["norm_test"].values)
+
+
+def test_rows_without_a_number_are_gaps(tmp_path: Path) -> None:
+    """Also where smoothing or a median could carry on."""
+    broken = np.where(np.arange(40) < 30, 1.0, np.nan)
+    rows = {"gradient_noise_scale": {"noise": broken, "signal": broken}, "alpha": {"alpha": broken}}
+    run = open_run(Written(tmp_path / "run", [q.GradientNoiseScale(), q.Alpha()]).rows(40, **rows).close())
+    for name, label in (("noise_scale", "from samples"), ("alpha", "rolling median of 4")):
+        np.testing.assert_array_equal(np.isfinite(lines(drawn(name, run))[label][1]), np.arange(40) < 30)
 
 
 def test_the_trace_has_its_standard_error(run: xr.DataTree) -> None:

@@ -138,6 +138,10 @@ def test_a_report_opens_offline_and_says_what_looks_wrong(page: Page, tmp_path: 
     finding.get_by_text("see the figure").click()
     assert page.evaluate("location.hash") == "#grad_norm"
     expect(page.locator("#grad_norm")).to_be_in_viewport()
+    faint = "[...document.querySelector('#grad_norm .plot').data].filter(t => t.opacity < 1).map(t => t.meta.member)"
+    until(lambda: page.evaluate(faint) == ["0.bias", "2.weight", "2.bias", "4.bias"], "what the finding is about")
+    page.get_by_text("show all layers").first.click()
+    until(lambda: page.evaluate(faint) == [], "all layers")
     (line,) = [t for t in traces(page, "alpha") if t["name"] == "each row"]
     np.testing.assert_array_equal(line["x"], run["alpha"]["step"])
     np.testing.assert_allclose(np.sinh(line["y"]), run["alpha"]["alpha"], rtol=1e-12)
@@ -146,6 +150,30 @@ def test_a_report_opens_offline_and_says_what_looks_wrong(page: Page, tmp_path: 
     found = np.array([[np.nan if v is None else v for v in row] for row in cells["z"]], dtype=float)
     np.testing.assert_allclose(10 ** found[counts > 0], counts[counts > 0], rtol=1e-5)
     assert np.isnan(found[counts == 0]).all()
+
+
+def test_dark_mode(browser: Browser, tmp_path: Path) -> None:
+    """Whoever reads at night gets a dark page, and curves that are black on paper are light there."""
+    store = rows(Written(tmp_path / "run.zarr", QUANTITIES), 40).close()
+    address, seen = report(store, tmp_path / "report.html"), {}
+    for scheme in ("light", "dark"):
+        context = browser.new_context(color_scheme=scheme)  # type: ignore[arg-type] # Playwright names them as literals
+        page = context.new_page()
+        opened(page, address)
+        traces(page, "alpha")
+        median = "document.querySelector('#alpha .plot').data.find(t => t.name.startsWith('rolling')).line.color"
+        seen[scheme] = (page.evaluate("getComputedStyle(document.body).backgroundColor"), page.evaluate(median))
+        context.close()
+    assert seen == {"light": ("rgb(255, 255, 255)", "#1a1a1a"), "dark": ("rgb(22, 24, 28)", "#e6e6e6")}
+
+
+def test_a_finding_about_a_rank_leads_to_the_plot_that_shows_it(page: Page, tmp_path: Path) -> None:
+    written = Written(tmp_path / "run.zarr", QUANTITIES)
+    store = rows(written, 40, rank_disagreement={"loss": np.tile([1.0, 9.0, 1.0, 1.0], (40, 1))}).close()
+    opened(page, report(store, tmp_path / "report.html"))
+    page.locator("#findings li", has_text="rank 1 differs").get_by_text("see the figure").click()
+    expect(page.locator("#ranks h3")).to_have_text("loss of each rank")
+    expect(page.locator("#ranks")).to_be_in_viewport()
 
 
 def test_zoom_hover_and_pages(page: Page, tmp_path: Path) -> None:
@@ -185,14 +213,14 @@ def test_layers_are_picked(page: Page, tmp_path: Path) -> None:
     def visible() -> set[str]:
         return {t["name"] for t in traces(page, "grad_norm") if t["visible"] is True}
 
-    assert visible() == {"0.bias", "2.bias", "4.bias", "all"}
+    until(lambda: visible() == {"0.bias", "2.bias", "4.bias", "all"}, "biases alone")
     expect(page.locator("#picked")).to_have_text("(3 of 9)")
     page.locator("#members label", has_text="2.bias").locator("input").uncheck()
-    assert visible() == {"0.bias", "4.bias", "all"}
+    until(lambda: visible() == {"0.bias", "4.bias", "all"}, "two biases")
     page.locator("#all").click()
-    assert len(visible()) == 7
+    until(lambda: len(visible()) == 7, "all")
     page.locator("#none").click()
-    assert visible() == {"all"}
+    until(lambda: visible() == {"all"}, "none")
 
 
 HOSTILE = [

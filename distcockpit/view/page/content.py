@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xarray as xr
@@ -11,7 +11,7 @@ from distcockpit.findings import Checked, Finding, check
 from distcockpit.instruments import INSTRUMENTS, panels
 from distcockpit.instruments.panel import SECTIONS
 from distcockpit.instruments.picture import Picture, empty
-from distcockpit.store.names import plain
+from distcockpit.store.names import for_plotly, plain
 from distcockpit.view.page.figure import figure
 from distcockpit.view.summary import facts
 
@@ -43,11 +43,12 @@ def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = l
                 for name, page in shown
             ],
         })
+    shown = {one["id"]: [page["name"] for page in one["pages"]] for there in sections.values() for one in there}
     return {
         "title": " and ".join(plain(name) for name in runs),
         "runs": [{"name": plain(name), "facts": facts(run)} for name, run in runs.items()],
         "findings": [
-            {"run": plain(name), **finding.as_dict(), "picture": _place(finding, [p.name for p in places])}
+            {"run": plain(name), **finding.as_dict(), **_place(finding, name if len(runs) > 1 else "", shown)}
             for name, each in checked.items()
             for finding in each.findings
         ],
@@ -56,10 +57,18 @@ def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = l
     }
 
 
-def _place(finding: Finding, places: list[str]) -> str:
-    """The plot that shows the finding, if there is one."""
-    wanted = finding.picture.split()
-    return next((p for name in wanted for p in places if p.split("-")[0] == name or p == f"more-{name}"), "")
+def _place(finding: Finding, run: str, shown: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Where the page shows the finding: the figure, which of its plots, and which curves."""
+    names = [name for wanted in finding.picture.split() for name in shown if _is_of(name, wanted)]
+    if not names:
+        return {"picture": "", "page": "", "members": []}
+    pages = (finding.page, f"{finding.page}, {run}", *finding.members)
+    page = next((plain(page) for page in pages if plain(page) in shown[names[0]]), "")
+    return {"picture": names[0], "page": page, "members": [for_plotly(name, 10_000) for name in finding.members]}
+
+
+def _is_of(name: str, instrument: str) -> bool:
+    return name.split("-")[0] == instrument or name == f"more-{instrument}"
 
 
 def _unchecked(checked: Mapping[str, Checked]) -> dict[str, str]:

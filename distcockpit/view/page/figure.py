@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
 
 from distcockpit.instruments.data import thinned
+from distcockpit.instruments.drawing import spread
 from distcockpit.instruments.picture import (
     BLACK,
     FARTHEST,
@@ -21,10 +23,20 @@ from distcockpit.instruments.picture import (
     Picture,
     Zone,
     empty,
+    never_negative,
 )
 from distcockpit.store.names import for_plotly
 
 BESIDE = [0.88, 1.0]
+
+MOST_LEGEND = 12
+"""With more curves, the names of some stand at their ends; the list of layers and hovering name the others."""
+
+MOST_NAMES = 8
+
+MARGIN = {"l": 64, "r": 12, "t": 30, "b": 44}
+"""In pixels; the tools that appear on hovering have their place above the plot."""
+
 DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "points": "solid"}
 Dict = dict[str, Any]
 
@@ -54,8 +66,12 @@ def figure(picture: Picture) -> Dict:
         "shapes": [_zone(m, picture, low, high) for m in marks if isinstance(m, Zone)]
         + [_level(m, picture) for m in marks if isinstance(m, Level)],
         "annotations": [_words(m, picture, low, high) for m in marks if isinstance(m, Zone | Level) and m.label],
-        "showlegend": len([t for t in data if t.get("showlegend")]) > 1 and not picture.right,
+        "margin": MARGIN,
+        "showlegend": 1 < len([t for t in data if t.get("showlegend")]) <= MOST_LEGEND and not picture.right,
     }
+    if not layout["showlegend"] and (names := _names_at_ends(picture, low, high)):
+        layout["annotations"] += names
+        layout["margin"] = {**MARGIN, "r": 120}
     if empty(picture):
         note = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False, "text": "no finite value"}
         layout["annotations"] = [note]
@@ -137,11 +153,9 @@ def _heat(mark: Heat, picture: Picture) -> Dict:
         trace["customdata"] = encoded(z)
         with np.errstate(all="ignore"):
             z = np.where(z > 0, np.log10(z), np.nan)
-        top = int(np.nanmax(z)) if np.isfinite(z).any() else 0
-        trace["colorbar"] |= {
-            "tickvals": list(range(top + 1)),
-            "ticktext": [f"10<sup>{k}</sup>" for k in range(top + 1)],
-        }
+        low, high = (np.nanmin(z), np.nanmax(z)) if np.isfinite(z).any() else (0, 0)
+        decades = range(math.floor(low), math.floor(high) + 1)
+        trace["colorbar"] |= {"tickvals": list(decades), "ticktext": [f"10<sup>{k}</sup>" for k in decades]}
     return {**trace, "z": encoded(z)}
 
 
@@ -181,12 +195,15 @@ def _range(picture: Picture) -> tuple[float, float]:
     if not len(y):
         return 0.0, 1.0
     margin = 0.05 * float(np.ptp(y)) or 0.05 * abs(float(y[0])) or 1.0
-    return float(y.min()) - margin, float(y.max()) + margin
+    low = float(y.min()) - margin
+    return max(low, 0.0) if never_negative(picture) and picture.scale != "log" else low, float(y.max()) + margin
 
 
 def _ticks(picture: Picture) -> Dict:
     if picture.scale != "asinh":
-        return {"type": picture.scale}
+        low, high = _range(picture)
+        decades = {"dtick": 1, "exponentformat": "power"} if picture.scale == "log" and high - low > 2 else {}
+        return {"type": picture.scale, **decades}
     low, high = (np.sinh(end) * picture.linear for end in _range(picture))
     decades = 10.0 ** np.arange(
         np.floor(np.log10(picture.linear)), np.ceil(np.log10(max(-low, high, picture.linear))) + 1
@@ -223,8 +240,32 @@ def _words(mark: Zone | Level, picture: Picture, low: float, high: float) -> Dic
         y, anchor = float(np.log10(y)) if picture.scale == "log" else y, "bottom"
     else:
         y, anchor = (high, "top") if np.isinf(mark.high) else (low, "bottom")
-    text = {"text": for_plotly(mark.label), "font": {"size": 11, "color": "#555"}, "showarrow": False}
+    text = {"text": for_plotly(mark.label), "font": {"size": 11}, "showarrow": False}
     return {**text, "xref": "x domain", "x": 0.995, "xanchor": "right", "yref": "y", "y": y, "yanchor": anchor}
+
+
+def _names_at_ends(picture: Picture, low: float, high: float) -> list[Dict]:
+    """The names of some of many curves, at their right ends, spread so that they do not overlap."""
+    ends = []
+    for mark in picture.marks:
+        known = np.flatnonzero(np.isfinite(mark.y)) if isinstance(mark, Line) and mark.member else []
+        if len(known):
+            assert isinstance(mark, Line)
+            with np.errstate(all="ignore"):
+                y = float(np.ravel(_on_axis(mark.y[known[-1]], picture))[0])
+                y = np.log10(y) if picture.scale == "log" else y
+            if np.isfinite(y):
+                ends.append((min(max((y - low) / (high - low), 0.0), 1.0), mark))
+    if len(ends) <= 1:
+        return []
+    if len(ends) > MOST_NAMES:
+        ends = [ends[k] for k in np.linspace(0, len(ends) - 1, MOST_NAMES).astype(int)]
+    ends.sort(key=lambda end: end[0])
+    common: Dict = {"xref": "paper", "yref": "y domain", "x": 1.01, "xanchor": "left", "yanchor": "middle"}
+    return [
+        {**common, "y": y, "text": for_plotly(mark.label, 24), "font": {"size": 10}, "showarrow": False}
+        for y, (_, mark) in zip(spread([height for height, _ in ends], 0.06), ends, strict=True)
+    ]
 
 
 def _faint(color: str, opacity: float) -> str:

@@ -11,17 +11,20 @@
     node.append(...children);
     return node;
   };
-  const LAYOUT = {
-    margin: { l: 64, r: 12, t: 12, b: 44 },
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const BLACK = "#000000"; // what a curve in the colour of the text has in the data
+  const layout = () => ({
     hovermode: "closest",
-    font: { family: "system-ui, sans-serif", size: 12 },
+    font: { family: "system-ui, sans-serif", size: 12, color: color("--text") },
     legend: { font: { size: 11 }, itemclick: "toggle" },
     colorway: [],
-    plot_bgcolor: "#fff",
+    plot_bgcolor: color("--back"),
+    paper_bgcolor: color("--back"),
     bargap: 0,
-  };
-  const AXIS = { gridcolor: "#ececec", linecolor: "#999", showline: true, ticks: "outside", automargin: true };
-  const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  });
+  const axis = () => ({ gridcolor: color("--line"), linecolor: color("--soft"), showline: true, ticks: "outside", automargin: true });
+  const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d"] };
 
   let content = JSON.parse($("content").textContent);
   const cards = new Map(); // by id of the picture: { node, plot, select, picture, seen }
@@ -52,12 +55,33 @@
   function draw(card) {
     card.stale = false;
     const page = card.picture.pages[Number(card.select.value) || 0];
-    const data = page.data.map((trace) => (shown(trace.meta && trace.meta.member) ? trace : { ...trace, visible: false }));
-    const layout = { ...LAYOUT, uirevision: page.name || "kept", // keep zoom and legend when new rows arrive
-      ...page.layout, xaxis: { ...AXIS, ...page.layout.xaxis }, yaxis: { ...AXIS, ...page.layout.yaxis } };
+    const text = color("--text");
+    const data = page.data.map((trace) => {
+      const member = trace.meta && trace.meta.member;
+      const line = trace.line && trace.line.color === BLACK ? { line: { ...trace.line, color: text } } : {};
+      const faint = card.focus.size && member && !card.focus.has(member) ? { opacity: 0.15 } : {};
+      return { ...trace, ...line, ...faint, ...(shown(member) ? {} : { visible: false }) };
+    });
+    const kept = structuredClone(page.layout);
+    for (const shape of kept.shapes) if (shape.line.color === BLACK) shape.line.color = text;
+    for (const words of kept.annotations) words.font = { color: color("--soft"), ...words.font };
     card.title.textContent = page.title;
     card.note.textContent = page.note;
-    Plotly.react(card.plot, data, structuredClone(layout), CONFIG);
+    card.all.hidden = !card.focus.size;
+    // The revision keeps zoom and legend when new rows arrive.
+    Plotly.react(card.plot, data, { ...layout(), uirevision: page.name || "kept", ...kept,
+      xaxis: { ...axis(), ...kept.xaxis }, yaxis: { ...axis(), ...kept.yaxis } }, CONFIG);
+  }
+
+  // Shows what a finding is about: its plot, and its layers before the others.
+  function look(found) {
+    const one = cards.get(found.picture);
+    if (!one) return;
+    const at = one.picture.pages.findIndex((page) => page.name === found.page);
+    if (at >= 0) one.select.value = String(at);
+    const there = new Set(one.picture.pages[Number(one.select.value) || 0].data.map((trace) => trace.meta && trace.meta.member));
+    one.focus = new Set(found.members.filter((member) => there.has(member)));
+    refresh(one);
   }
 
   function refresh(card) {
@@ -73,11 +97,13 @@
       select.setAttribute("aria-label", "which one");
       const plot = make("div", { className: "plot" });
       const note = make("p", { className: "note" });
-      const node = make("article", { className: "picture", id: picture.id }, make("header", {}, title, select), plot, note,
+      const all = make("button", { type: "button", className: "focus", hidden: true }, "show all layers");
+      const node = make("article", { className: "picture", id: picture.id }, make("header", {}, title, all, select), plot, note,
         make("p", { className: "help" }, picture.help + (picture.left_out ? ` (${picture.left_out} more are not shown)` : "")));
-      one = { node, plot, select, title, note, seen: false };
+      one = { node, plot, select, title, note, all, focus: new Set(), seen: false };
       cards.set(picture.id, one);
       select.addEventListener("change", () => refresh(one));
+      all.addEventListener("click", () => { one.focus = new Set(); refresh(one); });
       drawn.observe(node);
     }
     one.picture = picture;
@@ -93,6 +119,7 @@
     const items = content.findings.map((found) => {
       const source = found.url ? make("a", { href: found.url, rel: "noreferrer" }, found.source) : found.source;
       const place = found.picture ? make("a", { href: `#${found.picture}` }, "see the figure") : "";
+      if (place) place.addEventListener("click", () => look(found));
       const kind = found.severity === "wrong" ? "wrong" : "worth a look";
       const of = content.runs.length > 1 ? `${found.run}: ` : "";
       return make("li", { className: found.severity }, make("span", { className: "kind" }, kind), make("h3", {}, of + found.title),
@@ -194,6 +221,7 @@
   $("filter").addEventListener("input", picked);
   $("all").addEventListener("click", () => { $("filter").value = ""; hidden.clear(); members(); picked(); });
   $("none").addEventListener("click", () => { for (const label of $("members").children) hidden.add(label.dataset.member); members(); picked(); });
+  dark.addEventListener("change", () => { for (const one of cards.values()) refresh(one); });
   arrange();
   if (content.refresh_seconds) follow();
   document.documentElement.dataset.ready = "yes";
