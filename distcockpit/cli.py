@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import xarray as xr
@@ -25,6 +25,8 @@ from distcockpit.store.reading import commit
 from distcockpit.view import terminal
 from distcockpit.view.console import bar, check_place, check_suffix, console, needs, needs_view, progress, refuse
 from distcockpit.view.summary import facts, summary
+
+Panel = Literal["small", "full"]
 
 
 class _Run(click.Path):
@@ -100,7 +102,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="PNG, PDF or SVG.")
 @_panel
 @_dpi
-def plot(run: str, storage_options: dict[str, Any] | None, output: Path, panel: str, dpi: int) -> None:
+def plot(run: str, storage_options: dict[str, Any] | None, output: Path, panel: Panel, dpi: int) -> None:
     """Draw a run to a file: loss, step size, gradients, ranks and what looks wrong, or everything."""
     check_place(output, run)
     _figure({run: look_at(run, storage_options)}, output, panel, dpi)
@@ -129,7 +131,9 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
 )
 @_panel
 @_dpi
-def compare(runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, panel: str, dpi: int) -> None:
+def compare(
+    runs: tuple[str, ...], storage_options: dict[str, Any] | None, output: Path, panel: Panel, dpi: int
+) -> None:
     """Overlay several runs in the same figures."""
     if len(runs) < 2:
         refuse(f"compare: takes two runs or more, not {len(runs)}.")
@@ -223,7 +227,7 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "distcockpit", "_DISTCOCKPIT_COMPLETE").source())
 
 
-def _figure(trees: Mapping[str, xr.DataTree], output: Path, panel: str, dpi: int) -> None:
+def _figure(trees: Mapping[str, xr.DataTree], output: Path, panel: Panel, dpi: int) -> None:
     with needs_view():
         from matplotlib.figure import Figure
 

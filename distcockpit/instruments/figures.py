@@ -68,7 +68,9 @@ def _small(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None]) -> 
         cells = [grid[k // 2, k % 2] for k in range(2 * n_rows)]
         for cell, (name, picture) in zip(cells, pictures.items(), strict=False):
             if name == "losses" and rate is not None:
-                above, below = cell.subgridspec(2, 1, height_ratios=(3, 1), hspace=0.02).subplots(sharex=True)
+                rows = cell.subgridspec(2, 1, height_ratios=(3, 1), hspace=0.02)
+                above = figure.add_subplot(rows[0])
+                below = figure.add_subplot(rows[1], sharex=above)
                 draw(above, picture)
                 draw(below, rate)
                 above.set_xlabel("")
@@ -83,8 +85,10 @@ def _small(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None]) -> 
 
 def _one(place: Place | None) -> Picture | None:
     """The plot of an instrument that the small panel shows."""
-    if place is None or isinstance(place.picture, Picture):
-        return None if place is None or empty(place.picture) else place.picture
+    if place is None:
+        return None
+    if isinstance(place.picture, Picture):
+        return None if empty(place.picture) else place.picture
     wanted = [name for name in PAGES if name in place.picture] or list(place.picture)[:1]
     first = place.picture[wanted[0]]
     is_of_one_run = any(isinstance(mark, Heat) for mark in first.marks) and wanted[0] not in PAGES

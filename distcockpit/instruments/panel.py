@@ -107,8 +107,8 @@ def overlay(pictures: Mapping[str, Picture | Pages], colors: Mapping[str, str]) 
     )
     if len(members) > 1:  # a plot for each layer: colours tell the runs apart
         by_member = {name: {run: _only(p, name) for run, p in of_runs.items()} for name in ("", *members)}
-        each = {name or "all": overlay(part, colors) for name, part in by_member.items()}
-        return {name: part for name, part in each.items() if isinstance(part, Picture) and not empty(part)}
+        curves = [(name or "all", overlay(part, colors)) for name, part in by_member.items()]
+        return {name: part for name, part in curves if isinstance(part, Picture) and not empty(part)}
     first = next(iter(of_runs.values()))
     fixed = [mark for mark in first.marks if not isinstance(mark, Line | Band)]
     moving = [mark for run, p in of_runs.items() for mark in _of_run(run, p, colors[run])]

@@ -50,7 +50,7 @@ def info(run: xr.DataTree, facts: dict[str, str], name: str) -> RenderableType:
     told.add_column("newest values", overflow="fold")
     for group, node in run.children.items():
         data = node.to_dataset()
-        numbers = data["step"].values if "step" in data.sizes else []
+        numbers = data["step"].values
         steps = f"{numbers[0]} to {numbers[-1]}" if len(numbers) else ""
         words = (group, str(len(numbers)), steps, newest(data, NEWEST) if len(numbers) else "")
         told.add_row(*(Text(plain(word)) for word in words))
@@ -79,7 +79,7 @@ def segments(run: xr.DataTree) -> RenderableType:
 
 def newest(data: xr.Dataset, most: int) -> str:
     """The newest values as text: numbers (the newest known), a status by its meaning, arrays by shape."""
-    words = []
+    words: list[str] = []
     for name in data.data_vars:
         array = data[name]
         if array.dims[:1] != ("step",):

@@ -43,12 +43,12 @@ def content(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None] = l
                 for name, page in shown
             ],
         })
-    shown = {one["id"]: [page["name"] for page in one["pages"]] for there in sections.values() for one in there}
+    on_page = {one["id"]: [page["name"] for page in one["pages"]] for there in sections.values() for one in there}
     return {
         "title": " and ".join(plain(name) for name in runs),
         "runs": [{"name": plain(name), "facts": facts(run)} for name, run in runs.items()],
         "findings": [
-            {"run": plain(name), **finding.as_dict(), **_place(finding, name if len(runs) > 1 else "", shown)}
+            {"run": plain(name), **finding.as_dict(), **_place(finding, name if len(runs) > 1 else "", on_page)}
             for name, each in checked.items()
             for finding in each.findings
         ],

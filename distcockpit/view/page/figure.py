@@ -202,8 +202,8 @@ def _range(picture: Picture) -> tuple[float, float]:
 def _ticks(picture: Picture) -> Dict:
     if picture.scale != "asinh":
         low, high = _range(picture)
-        decades = {"dtick": 1, "exponentformat": "power"} if picture.scale == "log" and high - low > 2 else {}
-        return {"type": picture.scale, **decades}
+        by_decade = {"dtick": 1, "exponentformat": "power"} if picture.scale == "log" and high - low > 2 else {}
+        return {"type": picture.scale, **by_decade}
     low, high = (np.sinh(end) * picture.linear for end in _range(picture))
     decades = 10.0 ** np.arange(
         np.floor(np.log10(picture.linear)), np.ceil(np.log10(max(-low, high, picture.linear))) + 1
@@ -248,9 +248,10 @@ def _names_at_ends(picture: Picture, low: float, high: float) -> list[Dict]:
     """The names of some of many curves, at their right ends, spread so that they do not overlap."""
     ends = []
     for mark in picture.marks:
-        known = np.flatnonzero(np.isfinite(mark.y)) if isinstance(mark, Line) and mark.member else []
+        if not isinstance(mark, Line) or not mark.member:
+            continue
+        known = np.flatnonzero(np.isfinite(mark.y))
         if len(known):
-            assert isinstance(mark, Line)
             with np.errstate(all="ignore"):
                 y = float(np.ravel(_on_axis(mark.y[known[-1]], picture))[0])
                 y = np.log10(y) if picture.scale == "log" else y
