@@ -115,6 +115,10 @@ def _draw(name: str, run: Any, target: Path) -> bool:
     return True
 
 
+def _link(words: str, url: str) -> str:
+    return f"`{words} <{url}>`__" if url else words
+
+
 def _write(path: Path, text: str) -> None:
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

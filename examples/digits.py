@@ -25,9 +25,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--store", default="runs/digits.zarr", help="where the run is recorded (default: %(default)s)")
     parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--quantities", choices=list(presets.PRESETS), default="full", help="a preset (default: full)")
+    parser.add_argument("--quantities", choices=list(presets.PRESETS), default="economy", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=5, metavar="N", help="track every N-th step (default: 5)")
+    parser.add_argument(
+        "--every", type=int, default=5, metavar="N", help="track every N-th step (default: %(default)s)"
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step, all ranks (default: 128)")
     parser.add_argument("--mode", choices=["w-", "w"], default="w", help="w replaces an earlier run (default)")
     parser.add_argument("--seed", type=int, default=0)

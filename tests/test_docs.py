@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from framework_models import Small, lightning_module, samples
 from paths import ROOT
 from torch import nn
+from waiting import HANG
 
 from distcockpit import DistCockpit, every, open_run, presets, quantities
 from distcockpit.cli import cli
@@ -63,14 +67,14 @@ def test_the_page_with_the_lines_of_each_framework(tmp_path: Path, monkeypatch: 
         assert tree["alpha"].sizes["step"] >= 1 and tree.attrs["state"] == "closed", name
 
 
-def test_the_readme_says_which_loops_work() -> None:
+def test_the_page_on_loops_lists_them() -> None:
     """Made by `python tests/helpers/loops.py`."""
-    assert loops.table() in (Path(__file__).parents[1] / "README.md").read_text()
+    assert loops.table() in (ROOT / "docs/loops.md").read_text()
 
 
-def test_the_readme_says_what_works() -> None:
+def test_the_page_on_models_lists_them() -> None:
     """Made by `python tests/helpers/architectures.py`."""
-    assert architectures.table() in (Path(__file__).parents[1] / "README.md").read_text()
+    assert architectures.table() in (ROOT / "docs/models.md").read_text()
 
 
 def test_the_page_on_losses_lists_them() -> None:
@@ -78,19 +82,25 @@ def test_the_page_on_losses_lists_them() -> None:
     assert page.read_text().endswith(objectives.table())
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"( *)```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return [textwrap.dedent(text) for _, text in found]
+READ_IN_ORDER = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("quantities", "sinks", "looking", "resuming", "own_quantity")),
+]
+
+
+def blocks(language: str, *pages: str) -> list[str]:
+    found = [re.findall(rf"( *)```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) for page in pages]
+    return [textwrap.dedent(text) for each in found for _, text in each]
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning's imports
-def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_readme_and_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    python = blocks("python")
+    python = blocks("python", *READ_IN_ORDER)
     assert len(python) == 7
     scope: dict[str, object] = {"__name__": "readme"}
     for block in python:
-        exec(compile(block, "README.md", "exec"), scope)
+        exec(compile(block, "a page", "exec"), scope)
     assert len(list(tmp_path.glob("runs/20*.zarr"))) == 1 and (tmp_path / "runs/quick.png").stat().st_size > 20_000
     assert scope["smooth"].sizes == {"step": 4} and scope["pays"].attrs["units"] == "samples"
     assert list(scope["table"]["alpha"]) == pytest.approx(list(scope["run"]["alpha"]["alpha"].values), nan_ok=True)
@@ -104,15 +114,15 @@ def test_readme_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert open_run("own")["hardest_sample"]["loss"].values == pytest.approx([each.max().item()], rel=1e-6)
 
 
-def test_the_readme_shows_the_quantity_of_the_example() -> None:
+def test_a_page_shows_the_quantity_of_the_example() -> None:
     example = (ROOT / "examples/custom_quantity.py").read_text()
     shown = example[example.index("@dataclass") : example.index("def main")].strip()
-    assert shown in (ROOT / "README.md").read_text()
+    assert shown in (ROOT / "docs/own_quantity.md").read_text()
     assert len(shown.splitlines()) <= 22
 
 
-def test_the_readme_table_holds_every_quantity() -> None:
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+def test_the_table_holds_every_quantity() -> None:
+    rows = [line for line in (ROOT / "docs/quantities.md").read_text().splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     classes = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
     assert sorted(named) == sorted(classes - {"Quantity"}) and len(named) > 30
@@ -128,16 +138,35 @@ def test_the_page_for_people_from_cockpit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    try_it, tests, gpt2, look = (block.strip() for block in blocks("sh"))
+    try_it, tests, look = (block.strip() for block in blocks("sh", "README.md"))
     assert tests in (ROOT / ".ci/run").read_text()
-    assert "examples/gpt2.py" in gpt2  # which test_examples runs
     assert "examples/digits.py" in try_it and "distcockpit plot" in try_it
-    for line in [*look.splitlines(), *try_it.split("&& ")[3:]]:
+    (more,) = blocks("sh", "docs/looking.md")
+    for line in [*look.splitlines(), *more.strip().splitlines(), *try_it.split("&& ")[3:]]:
         program, command, *arguments = line.split("#")[0].split()
         assert program.endswith("distcockpit")
         cli.commands[command].make_context(command, arguments)  # the options are there
     paths = re.findall(r"(?:examples|docs|launch|distcockpit)/[\w/.]+", (ROOT / "README.md").read_text())
     assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 1200
+
+
+@pytest.mark.smoke
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Its gallery trains runs and draws them; a link inside of it that leads nowhere is a warning."""
+    source = tmp_path / "repository"
+    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("_runs", "gallery", "gallery.rst"))
+    shutil.copytree(ROOT / "examples", source / "examples")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(source / "docs"), str(tmp_path / "site")]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=HANG * 5)
+    assert done.returncode == 0, done.stderr
+    pages = {path.stem: path.read_text() for path in (tmp_path / "site" / "gallery").glob("*.html")}
+    named = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
+    assert set(pages) == named - {"Quantity"}
+    assert sum("<img" in page for page in pages.values()) > 25
 
 
 def test_every_test_that_the_page_on_reliability_names_is_there() -> None:

@@ -38,7 +38,7 @@ def check_rows(tree: xr.DataTree, said: str, preset: str) -> None:
 @pytest.mark.smoke
 def test_digits_on_four_ranks_and_every_command(tmp_path: Path) -> None:
     store = str(tmp_path / "digits.zarr")
-    said = run("launch/local.sh", "examples/digits.py", "--store", store, *SHORT)
+    said = run("launch/local.sh", "examples/digits.py", "--store", store, "--quantities", "full", *SHORT)
     assert "on 4 ranks" in said and "alpha (3)" in said and store in said
     tree = open_run(store)
     assert tree.attrs["world_size"] == 4 and tree.attrs["state"] == "closed"

@@ -569,7 +569,7 @@ def hold_batch_statistics(name: str, model: nn.Module, batch: Batch) -> None:
 
 
 def table() -> str:
-    """What works, as the README shows it: one row per group of cases."""
+    """What works, as docs/models.md shows it: one row per group of cases."""
     rows = ["| what | tested | whole module re-run for | slow exact route for |", "|---|---|---|---|"]
     for group in dict.fromkeys(case.group for case in CASES.values()):
         cases = {name: case for name, case in CASES.items() if case.group == group}

@@ -1,6 +1,6 @@
 """Training loops as people write them. Each runs on real ranks, and every row of the store is compared with the oracle.
 
-`python tests/helpers/loops.py` writes the table "Loops that work" of the README from them.
+`python tests/helpers/loops.py` writes the table of docs/loops.md from them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
 
 
 class Loop:
-    """The plain loop, and what others change of it. The docstring of each is what the README says."""
+    """The plain loop, and what others change of it. The docstring of each is what docs/loops.md says."""
 
     row: ClassVar[str] = "plain"
     model: ClassVar[str] = "sigmoid"
@@ -551,7 +551,7 @@ class StaticBuffer(Loop):
             target.fill_(0)
 
 
-# -- the table of the README -------------------------------------------------------------------------------------------
+# -- the table of docs/loops.md ------------------------------------------------------------------------------------------
 
 SHOWN: list[tuple[str, str]] = []
 ROWS = (
@@ -573,13 +573,13 @@ ROWS = (
 
 
 def shows(row: str, text: str) -> Callable[[Any], Any]:
-    """Marks a test of a loop that is no `Loop`; the README says the text."""
+    """Marks a test of a loop that is no `Loop`; docs/loops.md says the text."""
     SHOWN.append((row, text))
     return lambda test: test
 
 
 def table() -> str:
-    """The README's table; with the tests of all other files that mark any."""
+    """The table of docs/loops.md; with the tests of all other files that mark any."""
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
         if "@shows(" in path.read_text():
             if str(path.parent) not in sys.path:
@@ -595,7 +595,7 @@ def table() -> str:
 if __name__ == "__main__":
     import loops  # the tests register with the imported module, not with this one
 
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    page = ROOT / "docs/loops.md"
+    text = page.read_text()
     start = text.index("| loop | tested |")
-    readme.write_text(text[:start] + loops.table() + text[text.index("\n\n", start) :])
+    page.write_text(text[:start] + loops.table() + text[text.index("\n\n", start) :])

@@ -55,6 +55,22 @@ def test_each_quantity_has_a_line_in_the_terminal(store: Path) -> None:
         assert f" {name} " in shown
 
 
+def test_the_terminal_compares_ranks_and_shows_the_noise_scale_as_a_ratio(tmp_path: Path) -> None:
+    rows = {
+        "rank_disagreement": {"loss": np.tile([1.0, 9.0, 1.5, 1.0], (12, 1)), "grad_norm": 1.0},
+        "gradient_noise_scale": {"noise": 600.0, "signal": 2.0},
+    }
+    chosen = [q.RankDisagreement(), q.GradientNoiseScale(), q.Loss()]
+    run = open_run(Written(tmp_path / "run", chosen).rows(12, **rows).close())
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(view(run, {}, "run", height=60))
+    shown = console.export_text()
+    assert "loss of the ranks: 1 (rank 0) to 9 (rank 1)" in shown
+    ratio = 300 / float(run["loss"]["batch_size"].values[-1])
+    assert re.search(rf"gradient_noise_scale/batch +11 +{ratio:.4g} +x batch size", shown)
+    assert shown.index(" loss ") < shown.index("gradient_noise_scale")  # the loss comes first
+
+
 def test_the_terminal_view_follows_a_run(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", [q.Alpha(), q.Loss(), q.GradNorm(), q.ReplicaDrift()])
     written.rows(12, loss={"loss": 7.25}, alpha={"alpha": 0})
