@@ -155,7 +155,7 @@ def _behind(axes: Axes, marks: Sequence[Zone | Level], picture: Picture) -> None
 
 def _inside(axes: Axes, label: str, y: float, side: str) -> None:
     """Name a zone or a level where it is."""
-    look: dict[str, Any] = {"ha": "right", "va": side, "fontsize": "small", "color": "#555555", "zorder": 5}
+    look: dict[str, Any] = {"ha": "right", "va": side, "fontsize": "small", "color": "#555555", "zorder": 1.5}
     look["bbox"] = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
     axes.text(0.985, y, for_figure(label), transform=axes.get_yaxis_transform(), **look)
 

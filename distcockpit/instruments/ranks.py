@@ -52,5 +52,8 @@ def ranks(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Pages:
 def _picture(array: xr.DataArray, title: str, which: str) -> Picture:
     edges, cells = columns(array, which)
     note = f"each column shows the {which} of several steps" if len(cells) < array.sizes["step"] else ""
-    heat = Heat(edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=spans_decades(cells))
+    is_length = array.attrs.get("units", "1") != "1"  # a cosine has no decades
+    heat = Heat(
+        edges, np.arange(cells.shape[1] + 1) - 0.5, cells.T, named(array, title), log=is_length and spans_decades(cells)
+    )
     return Picture(title, "rank", [heat], note=note, whole=True)
