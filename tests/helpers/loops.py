@@ -551,7 +551,7 @@ class StaticBuffer(Loop):
             target.fill_(0)
 
 
-# -- the table of docs/loops.md ------------------------------------------------------------------------------------------
+# -- the table of docs/loops.md ---------------------------------------------------------------------------------------
 
 SHOWN: list[tuple[str, str]] = []
 ROWS = (
