@@ -23,7 +23,7 @@ from distcockpit import quantities as q
 from distcockpit.instruments import INSTRUMENTS
 from distcockpit.quantities.batch import Model
 from distcockpit.store.keys import FolderKeys
-from distcockpit.store.run_store import RunStore
+from distcockpit.store.run_store import RunStore, State
 from distcockpit.view.page.content import content
 from distcockpit.view.page.html import html
 
@@ -74,7 +74,7 @@ def write(path: Path, rows: int) -> None:
             for name, group in groups.items():
                 store.append(name, start + k, {field: numbers[name, field][k] for field in group.fields}, at)
         store.commit()
-    store.commit("closed")
+    store.commit(State("closed"))
     store.release()
 
 

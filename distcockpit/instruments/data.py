@@ -63,15 +63,21 @@ def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
     """
     if len(y) <= 2 * most:
         return x, y
-    edges = np.linspace(0, len(y), most + 1).astype(int)
+    width = -(-len(y) // most)
+    starts = np.arange(0, len(y), width)
+
+    def stretches(values: Numbers, filling: Any) -> Numbers:
+        padded = np.full(len(starts) * width, filling)
+        padded[: len(values)] = values
+        return padded.reshape(len(starts), width)
+
     known = np.isfinite(y)
-    low, high = np.where(known, y, np.inf), np.where(known, y, -np.inf)
-    kept = {0, len(y) - 1}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
-        kept |= {start + int(np.argmin(low[start:end])), start + int(np.argmax(high[start:end]))}
-        if not known[start:end].all():
-            kept.add(start + int(np.argmin(known[start:end])))  # a gap stays a gap
-    index = np.array(sorted(kept))
+    lowest = stretches(np.where(known, y, np.inf), np.inf).argmin(axis=1)
+    highest = stretches(np.where(known, y, -np.inf), -np.inf).argmax(axis=1)
+    of_gaps = stretches(known, True)
+    gaps = np.flatnonzero(~of_gaps.all(axis=1))  # a gap stays a gap
+    kept = [[0, len(y) - 1], starts + lowest, starts + highest, starts[gaps] + of_gaps[gaps].argmin(axis=1)]
+    index = np.unique(np.concatenate(kept))
     return x[index], y[index]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,10 @@ Dict = dict[str, Any]
 
 def figure(picture: Picture) -> Dict:
     """Data and layout of a figure."""
+    picture = replace(picture, marks=thinned(picture.marks))  # which keeps the lowest and the highest points
     low, high = _range(picture)
     data: list[Dict] = []
-    for mark in thinned(picture.marks):
+    for mark in picture.marks:
         if isinstance(mark, Line):
             data.append(_line(mark, picture))
         elif isinstance(mark, Band):
