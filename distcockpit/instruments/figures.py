@@ -101,7 +101,7 @@ def _write_findings(axes: Axes, runs: Mapping[str, xr.DataTree]) -> None:
     height, room = 0.97, 0.075
     for name, run in runs.items():
         found = check(run).findings
-        told = [(RED if one.severity == "wrong" else ORANGE, one.title) for one in found]
+        told = [(RED if one.severity == "wrong" else ORANGE, f"{one.severity}: {one.title}") for one in found]
         for color, words in told or [(GREEN, "nothing, by the rules that could be applied")]:
             of_run = f"{plain(name, 30)}: " if len(runs) > 1 else ""
             lines = textwrap.wrap(f"{of_run}{plain(words, 200)}", 46)
