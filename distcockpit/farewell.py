@@ -68,9 +68,9 @@ class Farewell:
 
 def _checked(store: str) -> str:
     from distcockpit.findings import check  # noqa: PLC0415 - reading takes modules that training does not need
-    from distcockpit.run import open_run  # noqa: PLC0415
+    from distcockpit.run import look_at  # noqa: PLC0415
 
-    titles = [finding.title for finding in check(open_run(store)).findings]
+    titles = [finding.title for finding in check(look_at(store)).findings]
     return f"What looks wrong: {'; '.join(titles)}." if titles else "Nothing looks wrong by the rules that apply."
 
 

@@ -57,7 +57,7 @@ def plot_run(
 
 def _small(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None]) -> Figure:
     places = {place.name.split("-")[0]: place for place in reversed(panels(runs, progress, SMALL))}
-    pictures = {name: picture for name in SMALL if (picture := _one(places.get(name))) is not None}
+    pictures = {name: picture for name in SMALL if (picture := _one(places.get(name), len(runs))) is not None}
     rate = pictures.pop("learning_rate", None)
     if not pictures:
         return _full(runs, progress)
@@ -83,16 +83,14 @@ def _small(runs: Mapping[str, xr.DataTree], progress: Callable[[str], None]) -> 
     return figure
 
 
-def _one(place: Place | None) -> Picture | None:
-    """The plot of an instrument that the small panel shows."""
+def _one(place: Place | None, n_runs: int) -> Picture | None:
+    """The plot of an instrument that the small panel shows; heat maps of several runs would be many."""
     if place is None:
         return None
-    if isinstance(place.picture, Picture):
-        return None if empty(place.picture) else place.picture
-    wanted = [name for name in PAGES if name in place.picture] or list(place.picture)[:1]
-    first = place.picture[wanted[0]]
-    is_of_one_run = any(isinstance(mark, Heat) for mark in first.marks) and wanted[0] not in PAGES
-    return None if empty(first) or is_of_one_run else first
+    pages = {"": place.picture} if isinstance(place.picture, Picture) else place.picture
+    shown = next((pages[name] for name in PAGES if name in pages), next(iter(pages.values())))
+    is_one_of_many = n_runs > 1 and any(isinstance(mark, Heat) for mark in shown.marks)
+    return None if empty(shown) or is_one_of_many else shown
 
 
 def _write_findings(axes: Axes, runs: Mapping[str, xr.DataTree]) -> None:
