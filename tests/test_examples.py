@@ -118,7 +118,7 @@ def test_three_bugs_are_found(tmp_path: Path) -> None:
             "wrong: NaN or infinity from step",
             "wrong: the loss is not finite from step",
             "wrong: the loss jumps",
-            "look: steps overshoot: α is above 0.3",
+            "look: steps overshoot: α is above 0.5",
         ],
         "one_rank": ["wrong: rank 2 differs: its loss"],
         "vanishing": ["look: the loss does not fall", "wrong: gradients vanish towards the input"],
