@@ -25,6 +25,11 @@ SHOWN = (
 NAMES = {"mlp": "MLP 784-128-64-10, B = 128", "3c3d": "3c3d CNN, B = 32"}
 
 
+def named(machine: dict[str, Any]) -> str:
+    """What it was measured on."""
+    return f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}"
+
+
 def overhead(axes: Any, result: dict[str, Any]) -> None:
     """Ratios to the plain step: medians, and quartiles as lines."""
     plain = np.array(result["ms"]["plain"])
@@ -83,17 +88,15 @@ def scaling(axes: Any, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.png"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))}
     figure, axes = plt.subplots(2, 2, figsize=(13, 10), height_ratios=(3, 1.3), layout="constrained")
     for ax, model in zip(axes[0], ("mlp", "3c3d"), strict=True):
         overhead(ax, found[f"overhead_{model}"])
     memory(axes[1, 0], [found["memory_mlp"], found["memory_3c3d"]])
     scaling(axes[1, 1], found["scaling"])
-    where = found["overhead_mlp"]["machine"]
-    figure.suptitle(
-        f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}; every step tracked, one process"
-    )
+    figure.suptitle(f"{named(found['overhead_mlp']['machine'])}; every step tracked, one process")
     figure.savefig(args.out, dpi=110)
     print(args.out)
 

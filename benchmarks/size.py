@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from benchmarks.figure import named
 from benchmarks.memory import FIXED, memory
-from benchmarks.setups import VARIANTS, Gpt, Loop, make, write
+from benchmarks.setups import VARIANTS, Gpt, Loop, machine, make, write
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -89,6 +90,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     right.legend(fontsize=8, loc="lower right")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+    figure.suptitle(named(machine()), fontsize=9)
     figure.savefig(path, dpi=150)
 
 

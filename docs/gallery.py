@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from distcockpit import open_run, quantities
-from distcockpit.findings import RULES
+from distcockpit.findings import RULES, check
 from distcockpit.instruments import INSTRUMENTS, draw, panel
 from distcockpit.quantities import Quantity
 
@@ -51,17 +51,12 @@ def write_gallery(app: Any) -> None:
     runs = {name: open_run(RUNS / f"{name}.zarr") for name in SHOWN}
     for name, kind in sorted(classes.items()):
         _write(folder / f"{name}.rst", _page(name, kind, runs, folder))
+    _write(HERE / "findings.rst", _findings(runs, folder))
     entries = "\n".join(f"   gallery/{name}" for name in sorted(classes))
-    rules = "\n".join(
-        f"* - {rule.name}\n  - {' or '.join(rule.needs)}\n  - "
-        + (f"`{rule.source} <{rule.url}>`__" if rule.url else rule.source)
-        for rule in RULES
-    )
-    table = ".. list-table::\n   :header-rows: 1\n\n   * - what it looks for\n     - needs\n     - rule\n"
-    table += "\n".join("   " + line for line in rules.splitlines())
     text = (
-        "Gallery\n=======\n\nA page for each quantity: its formula and source, a healthy run and a sick one.\n\n"
-        f".. toctree::\n   :maxdepth: 1\n\n{entries}\n\nFindings\n--------\n\n{table}\n"
+        "Gallery\n=======\n\nA page for each quantity: its formula and source, a healthy run and a sick one; "
+        f"and one of :doc:`all findings <findings>`, with causes and fixes.\n\n"
+        f".. toctree::\n   :maxdepth: 1\n\n{entries}\n"
     )
     _write(HERE / "gallery.rst", text)
 
@@ -115,8 +110,25 @@ def _draw(name: str, run: Any, target: Path) -> bool:
     return True
 
 
-def _link(words: str, url: str) -> str:
-    return f"`{words} <{url}>`__" if url else words
+def _findings(runs: dict[str, Any], folder: Path) -> str:
+    """A section for each rule: what it looks at, causes and fixes, and how it looks in a run of the gallery."""
+    parts = [
+        "Findings", "========", "",
+        "What `distcockpit info` and the page say, and what to do about it. A finding is a question, not a verdict: a "
+        "rule with a source held on the rows that it names.", "",
+    ]  # fmt: skip
+    found = {name: check(run).findings for name, run in runs.items()}
+    for k, rule in enumerate(RULES):
+        source = f"`{rule.source} <{rule.url}>`__" if rule.url else rule.source
+        parts += [rule.name.capitalize(), "-" * len(rule.name), "", inspect.getdoc(rule.apply) or "", ""]
+        parts += [f"Needs {' or '.join(rule.needs)}. Source: {source}.", ""]
+        shown = [(run, one) for run in SHOWN for one in found[run] if one.rule == rule.name]
+        for run, one in shown[:1]:
+            parts += [f"    **{one.severity}: {one.title}.** {one.words}", ""]
+            target = folder / f"finding_{k}.png"
+            if any(_draw(name, runs[run], target) for name in rule.needs if runs[run].children):
+                parts += [f".. figure:: gallery/{target.name}", f"   :alt: {rule.name}", "", f"   {SHOWN[run]}", ""]
+    return "\n".join(parts)
 
 
 def _write(path: Path, text: str) -> None:

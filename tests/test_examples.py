@@ -154,3 +154,15 @@ def test_launch_scripts_parse_and_say_what_to_edit(script: str) -> None:
     path = ROOT / "launch" / script
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert "Edit:" in path.read_text()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name, ranks, lines", [("learning_rates", 4, 3), ("noise_scale", 2, 3)])
+def test_the_studies(tmp_path: Path, name: str, ranks: int, lines: int) -> None:
+    """Shortened: they print a line for each run, as on their page, and draw the figure."""
+    program = ("torchrun", f"--nproc_per_node={ranks}", f"examples/{name}.py", "--folder", str(tmp_path))
+    said = run(*program, "--steps", "24")
+    page = (ROOT / f"docs/{name}.md").read_text()
+    begin = re.findall(r"^((?:learning rate|batch size) [\d.]+):", said, re.MULTILINE)
+    assert len(begin) == lines and all(f"\n{words}: " in page for words in begin)
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000 and f"]({name}.png)" in page

@@ -22,6 +22,13 @@ MOST_NAMED = 20
     "https://proceedings.mlr.press/v9/glorot10a.html",
 )
 def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """The weights are taken in the order of the model, each as the size of a typical element of its gradient.
+
+    Cause: Saturating activations (sigmoid, tanh), an initialisation whose variance shrinks or grows with depth, or a
+    deep network without residual connections.
+
+    Fix: ReLU-like activations, a variance-preserving initialisation, residual connections, normalisation layers.
+    """
     norm = group["grad_norm" if "grad_norm" in group else "norm"]
     segments = run.attrs.get("segments", ())
     shapes = (dict(segments[-1]) if segments else {}).get("parameters") or run.attrs.get("parameters", {})
@@ -55,6 +62,12 @@ def _depth(run: xr.DataTree, group: xr.Dataset) -> Told:
     "By definition: a gradient of exactly 0 means that the loss does not depend on the parameter",
 )
 def _no_gradient(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """The gradient is exactly 0 in every row that is read.
+
+    Cause: The parameter is never used, a `detach` or `no_grad` cuts it off, or all units behind it are dead.
+
+    Fix: Remove it or freeze it if that is intended. Otherwise follow the forward pass from the parameter to the loss.
+    """
     norm = group["grad_norm" if "grad_norm" in group else "norm"]
     looked = portion(norm, MOST_ROWS * 250).values
     dead = [str(name) for name in norm["parameter"].values[(looked == 0).all(axis=0)]]

@@ -26,6 +26,14 @@ NONFINITE = "By definition: IEEE 754 has no way back from NaN, and no product wi
     NONFINITE,
 )
 def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """Losses and gradients of each rank are looked at before they are averaged, which spreads a NaN to all ranks.
+
+    Cause: A logarithm or a division of 0, an overflow in float16, a learning rate at which the training diverges, or a
+    broken sample on one rank.
+
+    Fix: Start with the layer and the rank that are named. Clamp what is divided by, use bfloat16 or a loss scaler, and
+    check the data of that rank. If α was above 0 or the loss grew before, lower the learning rate.
+    """
     steps, rows = group["step"].values, group.sizes["step"]
     bad, page = np.zeros((rows, group.sizes["rank"]), dtype=bool), ""
     for field in ("nonfinite_losses", "nonfinite_gradients"):
@@ -61,6 +69,12 @@ def _nonfinite(run: xr.DataTree, group: xr.Dataset) -> Told:
 
 @rule("losses that are not finite", "losses", {"Loss": {"loss": STEP}}, NONFINITE)
 def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """The loss of the whole batch is NaN or infinite.
+
+    Cause: As for numbers that are not finite; also a batch without samples, whose mean does not exist.
+
+    Fix: Look at that finding first: it names the rank and the layer.
+    """
     bad = ~np.isfinite(group["loss"].values)
     rows = np.flatnonzero(bad)
     if len(rows):
@@ -81,6 +95,15 @@ def _nonfinite_loss(run: xr.DataTree, group: xr.Dataset) -> Told:
     "https://www.deeplearningbook.org/contents/guidelines.html",
 )
 def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """The loss is compared with what it was at the start, and with its own scatter.
+
+    Cause: If it jumps: steps that are too large, or data unlike the rest. If it does not fall: a learning rate that is
+    far too small, gradients that vanish, labels that do not belong to their inputs, or a run that continues a trained
+    model.
+
+    Fix: Look at α. Above 0.5, lower the learning rate; near -1, raise it. Then check whether the model can fit one
+    batch.
+    """
     loss = group["loss"].values
     loss = loss[np.isfinite(loss)]
     if len(loss) < WINDOW:

@@ -18,6 +18,13 @@ from distcockpit.store.rows import few
     "https://arxiv.org/abs/2006.15704",
 )
 def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """A rank's loss or gradient norm is above twice, or below half, the median of the ranks at nine of ten steps.
+
+    Cause: This rank reads other data (a shard that is not shuffled, a missing normalisation, another augmentation), or
+    its model is in another mode.
+
+    Fix: Compare a batch of this rank with one of another rank: shapes, means, labels.
+    """
     for field, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
         values = few(group[field], MOST_ROWS).values
         values = values[(values > 0).all(axis=1)]  # ratios of losses that may be negative mean nothing
@@ -49,6 +56,13 @@ def _rank(run: xr.DataTree, group: xr.Dataset) -> Told:
     "https://arxiv.org/abs/2006.15704",
 )
 def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """Parameters are compared bit for bit.
+
+    Cause: Something updates them differently: a seed that differs and no DDP around a part of the model, an optimizer
+    step that one rank skips, parameters that are changed by hand on rank 0.
+
+    Fix: Wrap the whole model in DDP, and take every decision that changes parameters on all ranks alike.
+    """
     drift = group["replica_drift"].values
     rows = np.flatnonzero(drift > 0)
     if len(rows):
@@ -70,6 +84,12 @@ def _drift(run: xr.DataTree, group: xr.Dataset) -> Told:
     "https://www.usenix.org/conference/nsdi15/technical-sessions/presentation/ousterhout",
 )
 def _slow(run: xr.DataTree, group: xr.Dataset) -> Told:
+    """The forward pass and what happens outside of `track` are a rank's own time; the backward pass waits for others.
+
+    Cause: Its data loading, a throttled or shared device, another process on that machine.
+
+    Fix: Look at the machine of this rank first. Then compare the time of its data loader with that of others.
+    """
     own = few(group["forward_seconds"], MOST_ROWS).values + few(group["outside_seconds"], MOST_ROWS).values
     own = own[np.isfinite(own).all(axis=1)]
     if len(own) < 2 * WINDOW or own.shape[1] < 2:

@@ -61,13 +61,18 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
 
 def test_steps_that_go_too_far(tmp_path: Path) -> None:
     alpha = np.where(np.arange(N) % 2, 0.8, 0.6)
-    finding = one(found(tmp_path, alpha={"alpha": alpha}), "effective step size far from 0")
+    stalls = {"loss": np.concatenate([FALLING[: N // 2], np.full(N - N // 2, FALLING[N // 2])])}
+    finding = one(found(tmp_path, alpha={"alpha": alpha}, loss=stalls), "effective step size far from 0")
     assert finding.severity == "look" and "α is above 0.5 in 100% of the run" in finding.title
     assert (
         "the median over the 60 rows with a fit (of 60 in all) is 0.7" in finding.words
         and finding.picture == "alpha"
         and "2102.06604" in finding.url
     )
+
+
+def test_steps_that_go_far_while_the_loss_falls_are_well(tmp_path: Path) -> None:
+    assert found(tmp_path, alpha={"alpha": np.where(np.arange(N) % 2, 0.8, 0.6)}) == []
 
 
 @pytest.mark.parametrize(

@@ -308,5 +308,6 @@ def test_one_process_compiles(tmp_path: Path) -> None:
     told = [process.communicate(timeout=HANG) for process in at_once]
     assert sorted(out.strip() for out, _ in told) == ["compiled", "neither", "neither"]
     assert all("compiling kernels, once per machine" in err for out, err in told if "compiled" in out)
+    assert sum("kernels compiled in" in err for _, err in told) == 1
     late = run_program(*command, env=environment)
     assert late.stdout.strip() == "neither" and "compiling" not in late.stderr

@@ -14,7 +14,7 @@ All functions return int64 counts on the device of their input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -233,20 +233,23 @@ def _implementation(values: Tensor) -> ModuleType:
     return numba_cpu
 
 
-def _exercise() -> None:
-    """Call every function with the types that it is usually called with."""
+def _exercise() -> Iterator[str]:
+    """Call every function with the types that it is usually called with, and name each before it is called."""
     values, edges = torch.linspace(-1, 1, 24, dtype=torch.float32, device="cpu").view(4, 6), bin_edges(-0.5, 0.5, 8)
     wide, columns = values.double(), torch.zeros_like(values, dtype=torch.int32)
-    slots(values, edges)
-    count_block(values, edges)
-    count_outer(values, values, edges)
-    count_block_2d(values, edges, columns[0], 2)
-    count_outer_2d(values[:, :4], values, edges, columns, 2)
-    add_sums(wide[0].clone(), values)
-    add_powers(wide[0].clone(), wide[1].clone(), values)
-    count_small(values.view(2, 4, 3), 0.0)
-    count_small(values.view(4, 6, 1), 0.0)
-    for each in (values, wide):
-        count_nonfinite(each)
-        inner_rows(each, each)
-        inner_rows(values, each)
+    calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+        (slots, (values, edges)),
+        (count_block, (values, edges)),
+        (count_outer, (values, values, edges)),
+        (count_block_2d, (values, edges, columns[0], 2)),
+        (count_outer_2d, (values[:, :4], values, edges, columns, 2)),
+        (add_sums, (wide[0].clone(), values)),
+        (add_powers, (wide[0].clone(), wide[1].clone(), values)),
+        (count_small, (values.view(2, 4, 3), 0.0)),
+        (count_small, (values.view(4, 6, 1), 0.0)),
+        *((count_nonfinite, (each,)) for each in (values, wide)),
+        *((inner_rows, (first, second)) for first, second in ((values, values), (wide, wide), (values, wide))),
+    ]
+    for k, (call, arguments) in enumerate(calls):
+        yield f"{k} of {len(calls)}"
+        call(*arguments)

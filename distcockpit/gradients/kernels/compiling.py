@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +15,15 @@ import numba
 
 logger = logging.getLogger("distcockpit")
 
+EVERY = 3.0  # seconds between two lines that say how far it is
 PATIENCE = 120.0  # seconds, after which a process compiles on its own
 
 
-def once_per_machine(exercise: Callable[[], None], modules: Sequence[ModuleType], folder: Path) -> None:
+def once_per_machine(exercise: Callable[[], Iterator[str]], modules: Sequence[ModuleType], folder: Path) -> None:
     """Compile the loops, unless a process of this machine has done so.
 
     Args:
-        exercise: Calls all loops.
+        exercise: Calls all loops, and says before each how far it is.
         modules: Where they are written.
         folder: Where Numba keeps what is compiled.
     """
@@ -36,8 +37,13 @@ def once_per_machine(exercise: Callable[[], None], modules: Sequence[ModuleType]
         logger.info("distcockpit: compiling kernels, once per machine (about 10 s).")
         with _alone(folder / "distcockpit.lock"):
             if not mark.exists():
-                exercise()
+                began = said = time.monotonic()
+                for done in exercise():
+                    if time.monotonic() - said > EVERY:
+                        said = time.monotonic()
+                        logger.info("distcockpit: compiling kernels, %s done.", done)
                 mark.touch()
+                logger.info("distcockpit: kernels compiled in %.0f s.", time.monotonic() - began)
 
 
 @contextlib.contextmanager

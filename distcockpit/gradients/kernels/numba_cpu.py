@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np
 is_ready = False  # whether `compile_once` was called
 
 
-def compile_once(exercise: Callable[[], None]) -> None:
+def compile_once(exercise: Callable[[], Iterator[str]]) -> None:
     """Compile the loops, unless a process of this machine has done so.
 
     Args:
-        exercise: Calls them.
+        exercise: Calls them, see `once_per_machine`.
     """
     folder = getattr(getattr(loops.slots, "stats", None), "cache_path", None)  # none where Numba is told to do nothing
     if folder:

@@ -1,0 +1,44 @@
+"""All measurements and figures of the pages, on this machine: about an hour and a half on two cores.
+
+    python -m benchmarks                     # -> benchmarks/results/*.json, docs/benchmarks.png, docs/size.png
+    python -m benchmarks --rounds 1 --results /tmp/results --figures /tmp/results
+
+Each file and figure names the processor, its threads and the version of torch. Cockpit is measured too where it is
+installed (extra `bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.figure import RESULTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where measurements go (default: %(default)s)")
+    parser.add_argument("--figures", type=Path, default=Path("docs"), help="where figures go (default: %(default)s)")
+    args = parser.parse_args()
+    args.figures.mkdir(parents=True, exist_ok=True)
+    rounds, runs = ["--rounds", str(args.rounds)], ["--runs", str(min(3, args.rounds))]
+    programs = [
+        *((f"overhead_{model}", ["overhead", "--model", model, *rounds]) for model in ("mlp", "3c3d", "gpt", "vit")),
+        *((f"memory_{model}", ["memory", "--model", model, *runs]) for model in ("mlp", "3c3d")),
+        ("scaling", ["scaling"]),
+        ("collective", ["collective"]),
+        ("size", ["size", *rounds, "--figure", str(args.figures / "size.png")]),
+    ]
+    for name, (program, *options) in programs:
+        print(f"\n{name}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{program}", *options]
+        subprocess.run([*command, "--json", str(args.results / f"{name}.json")], check=True)
+    drawn = ["--results", str(args.results), "--out", str(args.figures / "benchmarks.png")]
+    subprocess.run([sys.executable, "-m", "benchmarks.figure", *drawn], check=True)
+
+
+if __name__ == "__main__":
+    main()
