@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,8 @@ def _findings(runs: dict[str, Any], folder: Path) -> str:
     found = {name: check(run).findings for name, run in runs.items()}
     for k, rule in enumerate(RULES):
         source = f"`{rule.source} <{rule.url}>`__" if rule.url else rule.source
-        parts += [rule.name.capitalize(), "-" * len(rule.name), "", inspect.getdoc(rule.apply) or "", ""]
+        told = re.sub("^(Cause|Fix):", r"**\1:**", inspect.getdoc(rule.apply) or "", flags=re.MULTILINE)
+        parts += [rule.name.capitalize(), "-" * len(rule.name), "", told, ""]
         parts += [f"Needs {' or '.join(rule.needs)}. Source: {source}.", ""]
         shown = [(run, one) for run in SHOWN for one in found[run] if one.rule == rule.name]
         for run, one in shown[:1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from waiting import HANG
 
 from distcockpit import DistCockpit, every, open_run, presets, quantities
 from distcockpit.cli import cli
+from distcockpit.findings import RULES
 from distcockpit.quantities import Quantity
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -160,6 +162,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     source = tmp_path / "repository"
     shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("_runs", "gallery", "gallery.rst"))
     shutil.copytree(ROOT / "examples", source / "examples")
+    shutil.copy(ROOT / "CHANGELOG.md", source)
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(source / "docs"), str(tmp_path / "site")]
     done = subprocess.run(build, capture_output=True, text=True, timeout=HANG * 5)
     assert done.returncode == 0, done.stderr
@@ -167,6 +170,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     named = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
     assert set(pages) == named - {"Quantity"}
     assert sum("<img" in page for page in pages.values()) > 25
+    findings = (tmp_path / "site" / "findings.html").read_text()
+    for rule in RULES:
+        assert f"{rule.name.capitalize()}<" in findings
+        assert {"Cause", "Fix"} <= set(re.findall(r"^(\w+): ", inspect.getdoc(rule.apply) or "", re.MULTILINE)), rule
+    assert findings.count("<img") >= 5
 
 
 def test_every_test_that_the_page_on_reliability_names_is_there() -> None:

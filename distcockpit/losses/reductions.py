@@ -18,6 +18,9 @@ from distcockpit.losses.captured import ForwardPass
 from distcockpit.replay.trees import map_tensors, tensors
 from distcockpit.world import Pending
 
+OF_CLASSES = {F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.cross_entropy)}
+"""Losses whose target may be classes, some of which may be ignored or weighted; the last one came after torch 2.8."""
+
 LOSSES = {
     function: inspect.signature(function)
     for function in (getattr(F, name) for name in dir(F) if not name.startswith("_"))
@@ -191,7 +194,7 @@ def _mean_divisor(function: Any, reduction: str, given: Mapping[str, Any], terms
     if reduction == "batchmean":
         return float(given["input"].shape[0])
     target: Any = given.get("target")
-    if function in (F.cross_entropy, F.nll_loss, F.linear_cross_entropy) and not target.is_floating_point():
+    if function in OF_CLASSES and not target.is_floating_point():
         ignored = given["ignore_index"]
         counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
         weight = given.get("weight")
