@@ -2,8 +2,8 @@
 
     python -m benchmarks.naive
 
-A batch of 14 samples is split, 5 on one rank and 9 on the other. Each rank alone computes a statistic of its own samples,
-as Cockpit does in every process of a job; their mean is what a dashboard shows. The last column holds all samples.
+A batch of 14 samples is split, 5 on one rank and 9 on the other. Each rank computes a statistic of its own samples, as
+Cockpit does in every process of a job; their mean is what a dashboard shows. The last column holds all samples.
 """
 
 from __future__ import annotations
