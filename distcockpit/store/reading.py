@@ -308,7 +308,7 @@ class _Checked(WrapperStore[Store]):
         return type(self)(store, self._documents, self._sizes)
 
     def with_read_only(self, read_only: bool = False) -> _Checked:
-        """The same, read-only or not; zarr 3.1.1 has this for other stores, but not for what wraps one."""
+        """The same, read-only or not; zarr's wrapper has this from 3.1.6 on, and asks for it before."""
         return self._with_store(self._store.with_read_only(read_only))
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:

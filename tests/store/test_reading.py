@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from stored_runs import train_at
 from stores import Place
 from written import Written
-from zarr.storage import LocalStore, WrapperStore
+from zarr.storage import LocalStore
 
 from distcockpit import open_run
 from distcockpit import quantities as q
@@ -99,10 +99,10 @@ def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
             open_run(path)
 
 
-class Ends(WrapperStore):
+class Ends(LocalStore):
     """A store whose run is closed while it is read."""
 
-    run: Written
+    run: ClassVar[Written]
 
     async def get(self, key: str, *arguments: Any, **options: Any) -> Any:
         if key == LOCK:
@@ -111,7 +111,6 @@ class Ends(WrapperStore):
 
 
 def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path) -> None:
-    store = Ends(LocalStore(tmp_path / "run"))
-    store.run = Written(tmp_path / "run", [q.Loss()]).rows(3)
+    Ends.run = Written(tmp_path / "run", [q.Loss()]).rows(3)
     assert open_run(tmp_path / "run").attrs["state"] == "running"
-    assert open_run(store).attrs["state"] == "closed"
+    assert open_run(Ends(tmp_path / "run")).attrs["state"] == "closed"
