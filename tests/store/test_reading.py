@@ -104,7 +104,7 @@ class Ends(WrapperStore):
 
     run: ClassVar[Written]
 
-    def with_read_only(self, read_only: bool = False) -> "Ends":
+    def with_read_only(self, read_only: bool = False) -> Ends:
         return Ends(self._store.with_read_only(read_only))  # which zarr's wrapper itself has from 3.1.6 on
 
     async def get(self, key: str, *arguments: Any, **options: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +25,10 @@ from distcockpit.view.page.html import html
 HOST, PORT = "127.0.0.1", 8128
 
 
+REST = 9
+"""After content was built, no other is built for so many times as long: watching takes a tenth of a core at most."""
+
+
 class Live:
     """The newest content of runs, rebuilt when one of them has committed.
 
@@ -38,17 +44,20 @@ class Live:
         self._tokens, self._runs, self._refresh_seconds = tokens, runs, refresh_seconds
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {"token": None}
+        self._rests_until = -math.inf
 
     def newest(self, have: str | None = None) -> dict[str, Any] | None:
-        """The content; None if the caller already has it."""
+        """The content; None if the caller already has it, or is to wait, see `REST`."""
         token = self._tokens()
         if token == have:
             return None
         with self._lock:  # several pages may ask at the same time
-            if self._made["token"] != token:
+            if self._made["token"] != token and time.monotonic() >= self._rests_until:
+                began = time.monotonic()
                 made = content(self._runs())
                 self._made = {**made, "token": token, "refresh_seconds": self._refresh_seconds}
-            return self._made
+                self._rests_until = time.monotonic() + REST * (time.monotonic() - began)
+            return None if self._made["token"] == have else self._made
 
 
 def application(live: Live) -> Starlette:
