@@ -25,6 +25,11 @@ MOST_COLUMNS = 400
 MOST_CELLS = 200_000
 """Cells of a heat map."""
 
+PER_STEP = ("epoch", "wall_time", "batch_size")
+
+MOST_SIZES = 20_000
+"""Points that the choice of a scale looks at, of each curve."""
+
 MOST_MEMBERS = 256
 """Curves of one plot; with more names, this many evenly spaced ones are shown."""
 
@@ -81,9 +86,15 @@ def thin(x: Numbers, y: Numbers, most: int) -> tuple[Numbers, Numbers]:
     return x[index], y[index]
 
 
-def values(array: xr.DataArray) -> xr.DataArray:
-    """The numbers, step first; with fewer rows if there are too many to read, which `left_out` reports."""
-    return portion(array.transpose("step", ...)).load()
+def values(array: xr.DataArray, *coordinates: str) -> xr.DataArray:
+    """The numbers, step first; with fewer rows if there are too many to read, which `left_out` reports.
+
+    Args:
+        array: With the dimension ``step``.
+        coordinates: Which of ``epoch``, ``wall_time`` and ``batch_size`` to read as well.
+    """
+    unread = [name for name in PER_STEP if name in array.coords and name not in coordinates]
+    return portion(array.drop_vars(unread).transpose("step", ...)).load()
 
 
 def left_out(array: xr.DataArray) -> str:
@@ -184,7 +195,7 @@ def distribution(values: Numbers, edges: Numbers) -> tuple[Numbers, Numbers]:
 
 def scale(lines: Sequence[Line], through_zero: bool = False) -> dict[str, Any]:
     """The scale of the y-axis: logarithmic for curves with a wide range, linear around 0 if some are not above it."""
-    parts = [np.abs(line.y[np.isfinite(line.y)]) for line in lines]
+    parts = [np.abs(y[np.isfinite(y)]) for y in (line.y[:: max(1, len(line.y) // MOST_SIZES)] for line in lines)]
     sizes = np.concatenate(parts) if parts else np.empty(0)
     positive = sizes[sizes > 0]
     if not len(positive) or positive.max() < 10 * np.quantile(positive, 0.02):
@@ -210,7 +221,7 @@ def batch_size(node: xr.Dataset) -> list[Line]:
 
 def banded(array: xr.DataArray) -> list[Line | Band]:
     """An array [step, names]: for each name, the median of each window as a curve, with the quartiles as a band."""
-    data = values(some(array))
+    data = values(some(array), "epoch")
     names, steps = members(data), data["step"].values.astype(float)
     cuts = windows(data)
     with np.errstate(all="ignore"), warnings.catch_warnings():
