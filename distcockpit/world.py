@@ -64,6 +64,7 @@ class Pending:
     def __init__(self, buffer: Tensor, work: Any = None, explain: Callable[[str], str] = str) -> None:
         self._buffer, self._work, self._explain = buffer, work, explain
         self._ready = None
+        self._result: np.ndarray | None = None
         if buffer.device.type != "cpu":
             module = torch.get_device_module(buffer.device)
             side = module.Stream(buffer.device)
@@ -83,6 +84,11 @@ class Pending:
         Raises:
             RuntimeError: If a rank exited before it sent its part, or took too long.
         """
+        if self._result is None:
+            self._result = self._arrived()
+        return self._result
+
+    def _arrived(self) -> np.ndarray:
         if self._ready is not None:
             self._ready.synchronize()
             return self._host.numpy()

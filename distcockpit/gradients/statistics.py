@@ -20,6 +20,7 @@ from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.factors import WHOLE, Rows, RowWise
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
+from distcockpit.replay.devices import sent
 
 
 class Statistic(ABC):
@@ -364,7 +365,7 @@ class AbsMax(Statistic):
         if not magnitudes.numel():
             return
         largest = _finite_abs(magnitudes).amax().double()
-        self.value = torch.maximum(largest, torch.as_tensor(self.value, dtype=torch.float64, device=largest.device))
+        self.value = torch.maximum(largest, sent(self.value, largest.device))
 
 
 def _finite_abs(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Everything that can be tracked: one quantity, one file.
 
-May import: store (what rows look like), gradients, curvature. Quantities neither communicate nor touch a model.
+May import: replay (numbers to the device), store (what rows look like), gradients,
+curvature. Quantities neither communicate nor touch a model.
 """
 
 from distcockpit.gradients.statistics import Statistic

@@ -19,6 +19,7 @@ from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue
 from distcockpit.gradients import kernels
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import label
+from distcockpit.replay.devices import sent
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class BucketSums(_Pooled):
 
     def number(self, value: float | Tensor) -> Tensor:
         """A number as float64, on the model's device."""
-        return torch.as_tensor(value, dtype=torch.float64, device=self.mean_squared.device)
+        return sent(value, self.mean_squared.device)
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ class LocalBatch(_Pooled):
             return ReplicatedValue(None)
         device = next(iter(self.parameters.values())).device
         known = value() if callable(value) and not isinstance(value, Tensor) else value
-        return ReplicatedValue(torch.as_tensor(known, dtype=torch.float64, device=device))
+        return ReplicatedValue(sent(known, device))
 
     def once(self, value: Callable[[], float | Tensor | np.ndarray] | float | Tensor | np.ndarray) -> ReplicatedValue:
         """The old name of `replicated`."""
@@ -347,21 +348,20 @@ class LocalBatch(_Pooled):
         """Numbers as float64 ``[len(values)]`` on the model's device, without waiting for the device."""
         device = next(iter(self.parameters.values())).device
         if not any(isinstance(value, Tensor) for value in values):
-            return torch.tensor(values, dtype=torch.float64, device=device)
-        parts = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-        return torch.stack(parts)
+            return sent(values, device)
+        return torch.stack([sent(value, device) for value in values])
 
     def slot(self, value: Tensor | float) -> Tensor:
         """A value of this rank, as a sum: ``[world_size, *value.shape]``, zero in the slots of the other ranks."""
         device = next(iter(self.parameters.values())).device
-        own = torch.as_tensor(value, dtype=torch.float64, device=device)
+        own = sent(value, device)
         slots = own.new_zeros(self.world_size, *own.shape)
         slots[self.rank] = own
         return slots
 
     def collected(self, values: Tensor, index: Sequence[int], size: int) -> Tensor:
         """Sums of the values with the same index: ``[size]``, from ``values [k]`` and ``index [k]``."""
-        return values.new_zeros(size).index_add_(0, torch.tensor(index, device=values.device), values)
+        return values.new_zeros(size).index_add_(0, sent(index, values.device, torch.int64), values)
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """``|t|^2`` by parameter, float64 ``[parameters]``; tensors are asked for one after the other."""

@@ -13,6 +13,7 @@ from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import rows_of
 from distcockpit.quantities.base import Totals
 from distcockpit.quantities.batch import BucketSums
+from distcockpit.replay.devices import sent
 from distcockpit.store.schema import Field
 
 PREVIOUS = Field((), "previous tracked step", description="-1: there was none", dtype="int64")
@@ -59,7 +60,7 @@ def with_previous(step: int, pairs: Tensor, memory: dict[str, Any]) -> Tensor:
     (squares, inner), last = pairs, memory.pop("last", memory.get("step", -1))
     squares_before = memory.get("squares", squares)
     memory.update(squares=squares, step=step)
-    return torch.cat([squares, squares_before, inner, squares.new_tensor([last])])
+    return torch.cat([squares, squares_before, inner, sent([last], squares.device)])
 
 
 def norm_and_correlation(totals: Totals) -> dict[str, Any]:

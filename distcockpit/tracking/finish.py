@@ -11,6 +11,7 @@ from torch import Tensor
 from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
+from distcockpit.replay.devices import sent
 from distcockpit.replay.memory import insist, is_out_of_memory, release
 from distcockpit.tracking.buckets import factor_of_autograds
 from distcockpit.tracking.inputs import StepInputs
@@ -133,11 +134,7 @@ def _compute(
             if q.name in reductions.failed:
                 raise reductions.failed[q.name]
             parts = q.local(computed.seen[q.name], session.memories.of(q))
-            own = {
-                f"{q.name}/{k}": torch.as_tensor(v, dtype=torch.float64, device=device)
-                for k, v in parts.items()
-                if not isinstance(v, ReplicatedValue)
-            }
+            own = {f"{q.name}/{k}": sent(v, device) for k, v in parts.items() if not isinstance(v, ReplicatedValue)}
         except Exception as error:
             give_up([q.name], error)
             continue

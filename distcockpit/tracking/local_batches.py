@@ -13,6 +13,7 @@ from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.quantities.batch import Held, LocalBatch
+from distcockpit.replay.devices import sent
 from distcockpit.replay.memory import is_out_of_memory, release
 from distcockpit.replay.trees import memory_of, tensors
 from distcockpit.tracking.buckets import BucketWalk
@@ -139,7 +140,7 @@ def _bytes(tensor: Tensor) -> int:
 def _scale_of_grad(inputs: StepInputs, device: torch.device) -> Tensor:
     """Return this rank's part of what ``.grad`` is to be divided by, to be in units of G."""
     own = [micro for micro in inputs.captured if micro.weight]
-    parts = [micro.weight / torch.as_tensor(micro.scale.unscale, device=device).double() for micro in own]
+    parts = [micro.weight / sent(micro.scale.unscale, device) for micro in own]
     return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *parts]).sum()
 
 
@@ -155,7 +156,7 @@ def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> 
 
 def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor | None:
     """Return the sum, float64; ``None`` if one of the values is unknown."""
-    known = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values if value is not None]
+    known = [sent(value, device) for value in values if value is not None]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([nothing, *known]).sum() if len(known) == len(values) else None
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit.replay.devices import sent
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -45,4 +47,4 @@ def pack(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Pack the sums into one float64 buffer on ``device``."""
     if not sums:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.cat([value.reshape(-1).to(device, torch.float64) for value in sums.values()])
+    return torch.cat([sent(value, device).reshape(-1) for value in sums.values()])

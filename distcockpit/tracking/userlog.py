@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcockpit.replay.devices import sent
 from distcockpit.replay.memory import insist
 from distcockpit.store.schema import COORDINATES, NAME
 from distcockpit.world import TRACK, Record, World, digest
@@ -155,7 +156,7 @@ class UserLog:
         """Return the waiting values, divided by the number of ranks that logged each one for a mean."""
         sums = insist(
             lambda: {
-                f"{r.step}/{r.name}": torch.as_tensor(r.value, dtype=torch.float64, device=device).reshape(())
+                f"{r.step}/{r.name}": sent(r.value, device).reshape(())
                 / (contributors[f"{r.step}/{r.name}"] if r.reduce == "mean" else 1)
                 for r in self._riding
             }

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +57,8 @@ def loaded() -> ModuleType:
         torch.utils.rename_privateuse1_backend("pretend")
         torch._register_device_module("pretend", _module(library))
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        # `Module.to` makes new parameters for devices of this kind: what is tied would be apart, as it is not on CUDA.
+        torch.__future__.set_swap_module_params_on_conversion(True)
         torch.distributed.Backend.register_backend("pretend_ccl", _collectives, devices=["pretend"])
     return library
 
@@ -79,7 +81,7 @@ def _module(library: ModuleType) -> ModuleType:
         return library.current_device() if number is None else number
 
     @contextlib.contextmanager
-    def on(device: Any) -> Iterator[None]:
+    def on(device: Any) -> Generator[None, None, None]:
         before = library.current_device()
         library.set_device(index(device))
         try:

@@ -19,6 +19,7 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
@@ -61,19 +62,25 @@ thread_local int64_t current_stream = 0;
 
 // The copies of a stream up to a number, or only those that its operators would see.
 void finish(int64_t stream, int64_t upto = INT64_MAX, bool only_to_device = false) {
-  Locked held(lock);
-  auto& queue = queues[stream];
-  for (auto at = queue.begin(); at != queue.end() && at->number <= upto;) {
-    if (only_to_device && !at->to_device) { ++at; continue; }
-    auto run = std::move(at->run);
-    at = queue.erase(at);
+  while (true) {
+    std::function<void()> run;
+    {  // which is not held while it runs: the interpreter may be needed then, and its holder may want the lock
+      Locked held(lock);
+      auto& queue = queues[stream];
+      auto at = std::find_if(queue.begin(), queue.end(), [&](auto& copy) { return copy.to_device || !only_to_device; });
+      if (at == queue.end() || at->number > upto) return;
+      run = std::move(at->run);
+      queue.erase(at);
+    }
     run();
   }
 }
 
-void finish_all() { Locked held(lock); for (auto& [stream, queue] : queues) finish(stream); }
+void finish_all() {
+  for (int64_t stream = 0; stream <= streams; ++stream) finish(stream);
+}
 
-struct Event { int64_t stream, upto; };
+struct Event { int64_t stream, upto; int asked; };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
@@ -98,13 +105,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& s, const Index, const c10::EventFlag) const override {
     Locked held(lock);
     delete static_cast<Event*>(*event);
-    *event = new Event{s.id(), copies};
+    *event = new Event{s.id(), copies, 0};
   }
   void block(void* event, const c10::Stream&) const override {
     if (auto* e = static_cast<Event*>(event)) finish(e->stream, e->upto, true);
   }
-  bool queryEvent(void* event) const override {  // it will not be done until somebody waits for it
+  bool queryEvent(void* event) const override {  // not yet, for whoever asks first
     auto* e = static_cast<Event*>(event);
+    if (e != nullptr && e->asked++ > 0) finish(e->stream, e->upto);
     Locked held(lock);
     return e == nullptr || queues[e->stream].empty() || queues[e->stream].front().number > e->upto;
   }
@@ -276,7 +284,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   std::vector<std::pair<Tensor, Tensor>> aliases;
   Index device = -1;
   finish(current_stream, INT64_MAX, true);
-  bool masks = SIZE_DEPENDS.count(name) > 0;
+  bool waiting = SIZE_DEPENDS.count(name) > 0;
   auto to_cpu = [&](const Tensor& t) -> Tensor {
     if (!t.defined()) return t;
     if (!here(t)) {
@@ -287,7 +295,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     }
     TORCH_CHECK(device < 0 || device == t.device().index() || t.dim() == 0, name, ": expected all tensors to be on the same device");
     device = device < 0 || t.dim() > 0 ? t.device().index() : device;
-    if (TAKES_HOST_INDICES.count(name) && !aliases.empty() && t.scalar_type() == at::kBool) masks = true;
     aliases.emplace_back(t, twin(t));
     return aliases.back().second;
   };
@@ -319,8 +326,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     value = at::Generator(static_cast<Generator*>(given.unsafeGetGeneratorImpl())->inner);
   }
   for (const auto& result : schema.returns())
-    if (result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType) masks = true;
-  if (masks) waits(name);
+    if (result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType) waiting = true;
+  if (waiting) waits(name);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (auto& [t, cpu] : aliases) follow(t, cpu);
   auto back = [&](const Tensor& cpu) -> Tensor {
@@ -353,7 +360,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     }
     Locked held(lock);
     queues[current_stream].push_back({++copies, to_device, [=]() mutable {
-      TORCH_CHECK(!to_device || source.equal(value), "a pinned source was overwritten before its copy was done");
+      auto now = source.contiguous(), then = value.contiguous();
+      const bool same = std::memcmp(now.const_data_ptr(), then.const_data_ptr(), now.nbytes()) == 0;
+      TORCH_CHECK(!to_device || same, "a pinned source was overwritten before its copy was done");
       target.copy_(value);
     }});
   } else {
@@ -374,6 +383,29 @@ at::Scalar local_scalar(const Tensor& t) {
   return at::_local_scalar_dense(twin(t));
 }
 
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups) {
+  finish(current_stream, INT64_MAX, true);
+  std::optional<Tensor> b = bias && bias->defined() ? std::optional<Tensor>(twin(*bias)) : std::nullopt;
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset);
+  return wrapped(at::convolution_symint(twin(input), twin(weight), b, stride, padding, dilation, transposed, output_padding, groups), input.device().index());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> mask) {
+  finish(current_stream, INT64_MAX, true);
+  auto channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset);
+  auto [x, w, b] = at::convolution_backward_symint(
+      twin(grad), twin(input), twin(weight), c10::SymIntArrayRef(&channels, 1), stride, padding, dilation, transposed, output_padding, groups, mask);
+  auto device = input.device().index();
+  return {wrapped(x, device), wrapped(w, device), wrapped(b, device)};
+}
+
 void record_stream(Tensor&, c10::Stream) {}
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
@@ -388,6 +420,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("native_dropout", &native_dropout);
 }
 

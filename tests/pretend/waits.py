@@ -6,18 +6,17 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
-from pretend.building import loaded
-
 import distcockpit
+from pretend.building import loaded
 
 PACKAGE = Path(distcockpit.__file__).parent
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counter[tuple[str, str]]]:
+def counted() -> Generator[Counter[tuple[str, str]], None, None]:
     """Inside, each wait of a thread that is not the writer's adds to ``(file:function, what it waits for)``."""
     seen: Counter[tuple[str, str]] = Counter()
 

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients.kernels import reference
+from distcockpit.replay.devices import sent
 
 try:
     from distcockpit.gradients.kernels import numba_cpu
 except ImportError:  # the extra "fast" is not installed
     numba_cpu = None  # type: ignore[assignment]
 
+CPU = torch.device("cpu")
 BINNED = (torch.float32, torch.float64)
 
 OUTSIDE = 5
@@ -49,7 +51,7 @@ def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
     return edges
 
 
-def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
+def thresholds(edges: np.ndarray, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return the values of type ``dtype`` at which the slot number increases by one.
 
     For ``v`` of that type, ``v >= e_k`` if and only if ``v >= t_k``, where ``t_k`` is the smallest number of the type
@@ -58,11 +60,17 @@ def thresholds(edges: np.ndarray, dtype: torch.dtype) -> Tensor:
     Args:
         edges: float64, shape ``[b + 1]``.
         dtype: ``torch.float32`` or ``torch.float64``.
+        device: Where they are needed; the host does not wait until they are there.
 
     Returns:
-        Tensor of shape ``[b + 3]``, on the CPU; do not write to it.
+        Tensor of shape ``[b + 3]``; do not write to it.
     """
-    return _thresholds(edges.tobytes(), dtype)
+    return _on_device(edges.tobytes(), dtype, device)
+
+
+@lru_cache(64)
+def _on_device(edge_bytes: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return sent(_thresholds(edge_bytes, dtype), device, dtype)
 
 
 @lru_cache(64)
@@ -86,7 +94,7 @@ def binnable(values: Tensor) -> Tensor:
 def slots(values: Tensor, edges: np.ndarray) -> Tensor:
     """Return the slot number of every value: int32, the shape of ``values``."""
     values = binnable(values)
-    return _implementation(values).slots(values, thresholds(edges, values.dtype).to(values.device)).int()
+    return _implementation(values).slots(values, thresholds(edges, values.dtype, values.device)).int()
 
 
 def slot_of_zero(edges: np.ndarray) -> int:
@@ -101,7 +109,7 @@ def count_block(values: Tensor, edges: np.ndarray) -> Tensor:
         int64, shape ``[b + 5]``.
     """
     values = binnable(values)
-    return _implementation(values).count_block(values, thresholds(edges, values.dtype).to(values.device))
+    return _implementation(values).count_block(values, thresholds(edges, values.dtype, values.device))
 
 
 def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
@@ -116,7 +124,7 @@ def count_outer(delta: Tensor, x: Tensor, edges: np.ndarray) -> Tensor:
         int64, shape ``[b + 5]``.
     """
     delta, x = binnable(delta), binnable(x)
-    return _implementation(x).count_outer(delta, x, thresholds(edges, x.dtype).to(x.device))
+    return _implementation(x).count_outer(delta, x, thresholds(edges, x.dtype, x.device))
 
 
 def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns: int) -> Tensor:
@@ -132,7 +140,7 @@ def count_block_2d(values: Tensor, edges: np.ndarray, columns: Tensor, n_columns
         int64, shape ``[b + 5, n_columns]``.
     """
     values = binnable(values)
-    limits = thresholds(edges, values.dtype).to(values.device)
+    limits = thresholds(edges, values.dtype, values.device)
     return _implementation(values).count_block_2d(values, limits, columns, n_columns)
 
 
@@ -150,7 +158,7 @@ def count_outer_2d(delta: Tensor, x: Tensor, edges: np.ndarray, columns: Tensor,
         int64, shape ``[b + 5, n_columns]``.
     """
     delta, x = binnable(delta), binnable(x)
-    limits = thresholds(edges, x.dtype).to(x.device)
+    limits = thresholds(edges, x.dtype, x.device)
     return _implementation(x).count_outer_2d(delta, x, limits, columns, n_columns)
 
 

@@ -1,0 +1,112 @@
+"""What the tests run in a process of their own, because torch keeps a device for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+from checks import check
+from torch import nn
+from train import Spec, train
+
+from distcockpit import DistCockpit, every, open_run
+from pretend.building import loaded
+from pretend.waits import counted
+
+DEVICE = "pretend"
+
+
+def start() -> None:
+    """Make the device known, once in a process."""
+    torch.set_num_threads(1)
+    loaded()
+
+
+def table(store: str, model: str, loss: str, curvature: bool) -> None:
+    """A run on the device, each row of it against the oracle on the CPU."""
+    spec = replace(Spec(store, model, loss), device=DEVICE)
+    states = train(0, 1, None, spec, curvature)
+    check(spec, states, open_run(store), curvature)
+
+
+def waits(store: str, model: str, preset: str, layers: int = 0) -> list[tuple[str, str, int]]:
+    """Where a tracked step that checks nothing waits: place, what for, how often."""
+    torch.manual_seed(0)
+    net = cases.initialised(model)
+    if layers:
+        net = nn.Sequential(nn.Flatten(), *(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(layers)), net)
+    net = net.to(DEVICE)
+    optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, optimizer, store=store, quantities=preset, schedule=every(1)) as cockpit:
+        for step in range(5):
+            x, y = (t.to(DEVICE) for t in cases.data(model, "mean", step, 24))
+            with counted() as seen:
+                with cockpit.track(step):
+                    loss_fn(cockpit(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return sorted((place, what, n) for (place, what), n in seen.items())
+
+
+def autocast(store: str, kind: str) -> dict[str, Sequence[float]]:
+    """The loss and the norm test of a run under autocast, and of the same on the CPU."""
+    found = {}
+    for device in ("cpu", DEVICE):
+        net = cases.initialised("mlp").to(device)
+        optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
+        path = f"{store}-{device}"
+        with DistCockpit(net, loss_fn, optimizer, store=path, schedule=every(1)) as cockpit:
+            for step in range(3):
+                x, y = (t.to(device) for t in cases.data("mlp", "mean", step, 24))
+                optimizer.zero_grad()
+                with cockpit.track(step), torch.autocast(device, getattr(torch, kind)):
+                    loss = loss_fn(cockpit(x), y)
+                    loss.backward()
+                optimizer.step()
+        run = open_run(path)
+        found[device] = [*run["loss"]["loss"].values, *run["norm_test"]["norm_test"].values]
+    return found
+
+
+def like_an_accelerator() -> None:
+    """What the device refuses, and what is not there yet."""
+    x = torch.randn(4, 3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="device"):
+        torch.addmm(x, torch.ones(4, 2), torch.ones(2, 3))
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+    with pytest.raises(RuntimeError, match="generator"):
+        x.normal_(generator=torch.Generator())
+    view = x[1:].t()
+    view.zero_()
+    assert x[1:].abs().sum().item() == 0 and x[0].abs().sum().item() > 0
+    module = torch.get_device_module(DEVICE)
+    host = torch.empty(3, pin_memory=True)
+    with module.stream(module.Stream(DEVICE)) as side:
+        host.copy_(x[0], non_blocking=True)
+        event = module.Event()
+        event.record(side)
+    assert host.isnan().all() and not event.query()
+    event.synchronize()
+    assert torch.equal(host, x[0].cpu()) and event.query()
+    source = torch.ones(3).pin_memory()
+    there = source.to(DEVICE, non_blocking=True)
+    source.zero_()
+    with pytest.raises(RuntimeError, match="overwritten before"):
+        there + 1
+    torch.manual_seed(1)
+    first, state = torch.rand(3, device=DEVICE), torch.get_rng_state()
+    torch.rand(3)
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert torch.equal(first.cpu(), torch.rand(3, device=DEVICE).cpu())
+    with counted() as seen:
+        for wait in (x.sum().item, x.cpu, x.nonzero, lambda: torch.tensor([1.0], device=DEVICE), lambda: x[x > 0]):
+            wait()
+        torch.zeros(3, device=DEVICE) + 1
+    assert sum(seen.values()) == 5, seen
