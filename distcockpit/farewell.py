@@ -39,6 +39,11 @@ class Farewell:
         """
         tracked, n = clock.n_steps[True], sum(clock.n_steps.values())
         if not n:
+            if not reason:
+                logger.info(
+                    "distcockpit: no step was tracked: put the forward and backward passes inside "
+                    "`with cockpit.track(step):`."
+                )
             return
         words = [
             f"{n:,} step{'s' if n > 1 else ''} in {_duration(clock.duration)}, {tracked:,} of them tracked, which took "

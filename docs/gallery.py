@@ -118,6 +118,11 @@ def _findings(runs: dict[str, Any], folder: Path) -> str:
         "What `distcockpit info` and the page say, and what to do about it. A finding is a question, not a verdict: a "
         "rule with a source held on the rows that it names.", "",
     ]  # fmt: skip
+    parts += [
+        "Quantities without a number", "---------------------------", "",
+        "Nothing was tracked, or quantities are NaN in the newest rows: what the run noticed says why, such as batch "
+        "norm in training mode, or a loss that is not a sum over samples.", "",
+    ]  # fmt: skip
     found = {name: check(run).findings for name, run in runs.items()}
     for k, rule in enumerate(RULES):
         source = f"`{rule.source} <{rule.url}>`__" if rule.url else rule.source

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from distcockpit.findings import layers, numbers, ranks, steps  # noqa: F401 - they register their rules
+from distcockpit.findings.missing import missing
 from distcockpit.findings.rule import RULES, WRONG, Checked, Finding
 from distcockpit.store.rows import find
 
@@ -26,7 +27,7 @@ def check(run: xr.DataTree) -> Checked:
     Returns:
         What looks wrong, the most certain first, and the rules that the run lacks quantities for.
     """
-    findings, unchecked = [], {}
+    findings, unchecked = list(missing(run)), {}
     for one in RULES:
         groups = [group for kind, fields in one.needs.items() for group in find(run, kind, **fields).values()]
         if not groups:

@@ -108,7 +108,7 @@ def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
     loss = loss[np.isfinite(loss)]
     if len(loss) < WINDOW:
         return
-    begin, last = loss[:3].min(), loss[-WINDOW:]
+    begin, last = loss[0], loss[-WINDOW:]
     end, scatter = np.median(last), np.median(np.abs(last - np.median(last))) * 1.5
     high = 1.5 * begin
     above, stays = np.count_nonzero(loss > high), bool((windows(loss) > high).any())

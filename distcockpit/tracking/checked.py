@@ -129,14 +129,14 @@ class CheckedStep:
         """
         required = [q.name for q in wanting if q.required]
         if required and not self._settled:
-            raise error or RuntimeError(f"Quantities {required} need {because}")
+            raise error or RuntimeError(f"Quantities {required} need {because} Or leave these quantities out.")
         names = ", ".join(q.name for q in wanting)
         need = "It needs" if len(wanting) == 1 else "They need"
         self._session.say_once(topic, f"step {self._step}: {names}: NaN. {need} {because}")
 
     def do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
         """Go on without per-sample gradients; see `do_without`."""
-        self.do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}. Leave them out.")
+        self.do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}.")
 
     def _check_losses_are_known(self, captured: Sequence[CapturedMicroBatch], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]

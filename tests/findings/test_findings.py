@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from written import Written, model
 
-from distcockpit import open_run
+from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.findings import RULES, Finding, check
 from distcockpit.instruments import INSTRUMENTS
@@ -92,6 +95,30 @@ def test_one_row_that_is_high_is_chance(tmp_path: Path) -> None:
     loss = FALLING.copy()
     loss[40] = 9.0
     assert found(tmp_path, loss={"loss": loss}) == []
+
+
+def test_a_loss_that_falls_fast_at_first_does_not_jump(tmp_path: Path) -> None:
+    loss = np.concatenate([[2.3, 1.6, 0.9], np.full(N - 3, 0.2)])
+    assert found(tmp_path, loss={"loss": loss}) == []
+
+
+def test_a_run_without_rows_is_not_well(tmp_path: Path) -> None:
+    findings = check(open_run(Written(tmp_path / "run", [q.Loss(), q.NormTest()], model(ranks=1)).close())).findings
+    assert [f.title for f in findings] == ["nothing was tracked"] and "cockpit.track(step)" in findings[0].words
+
+
+def test_quantities_without_a_number_are_named_with_the_reason(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, optimizer, store=tmp_path / "run", schedule=every(1)) as cockpit:
+        for step in range(3):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(torch.randn(8, 4)), torch.arange(8) % 2).backward()
+            optimizer.step()
+    finding = one(check(open_run(tmp_path / "run")).findings, "quantities without a number")
+    assert finding.severity == "look" and re.fullmatch(r"\d of 14 quantities have no number", finding.title)
+    assert "norm_test" in finding.words and "BatchNorm1d" in finding.words and "track_batchnorm=True" in finding.words
 
 
 def test_steps_around_the_minimum_are_well(tmp_path: Path) -> None:
@@ -249,7 +276,7 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     assert set(checked.unchecked) == {rule.name for rule in RULES} - {"effective step size far from 0"}
     assert checked.unchecked["gradients that vanish or explode with depth"] == "GradNorm or GradientGeometry"
     nothing = check(open_run(Written(tmp_path / "empty", QUANTITIES).close()))
-    assert nothing.findings == [] and len(nothing.unchecked) == len(RULES)
+    assert [f.title for f in nothing.findings] == ["nothing was tracked"] and len(nothing.unchecked) == len(RULES)
 
 
 def test_the_surest_come_first(tmp_path: Path) -> None:
