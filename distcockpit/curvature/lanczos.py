@@ -22,7 +22,7 @@ from distcockpit.losses.rerun import replayed_loss
 from distcockpit.world import World
 
 WHICH = ("LM", "LA")
-STATUS = ("converged", "not_converged", "not_finite", "no_samples")
+STATUS = ("converged", "not_converged", "not_finite", "no_samples", "not_computed")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class _GiveUpError(Exception):
         self.status = status
 
 
+class NotTwiceError(RuntimeError):
+    """A rank could not differentiate the step twice, and all ranks know."""
+
+
 def largest_eigenvalue(
     wanted: LargestEigenvalue,
     world: World,
@@ -86,7 +90,7 @@ def largest_eigenvalue(
         confirm: Makes sure that all ranks are about to begin; called once everything is allocated.
 
     Raises:
-        RuntimeError: On all ranks, if one of them could not differentiate the step twice.
+        NotTwiceError: On all ranks, if one of them could not differentiate the step twice.
     """
     size = sum(p.numel() for p in parameters.values())
     device = next(iter(parameters.values())).device
@@ -171,7 +175,7 @@ class _SharedProduct:
         """Compute the pooled product.
 
         Raises:
-            RuntimeError: On all ranks, if this rank or another one failed.
+            NotTwiceError: On all ranks, if this rank or another one failed.
         """
         answer, problem = self._reply.zero_(), None
         try:
@@ -182,10 +186,10 @@ class _SharedProduct:
         failed = self._world.all_reduce(answer)[-1]
         if failed:
             self._over = True
-            raise RuntimeError(
+            raise NotTwiceError(
                 "The Hessian's eigenvalue could not be computed: "
                 + (f"{problem} " if problem else f"{int(failed)} other rank(s) failed; see the errors on those ranks. ")
-                + "HessMaxEV needs a model that can be differentiated twice. Leave it out."
+                + "HessMaxEV needs a model that can be differentiated twice; without it, everything else is tracked."
             ) from problem
         return answer[:-1]
 

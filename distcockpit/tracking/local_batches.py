@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, largest_eigenvalue
+from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, NotTwiceError, largest_eigenvalue
 from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
@@ -148,9 +148,16 @@ def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> 
     s, weight = session.setup, inputs.header.totals.weight
     result = {}
     for kind in exchanges.eigenvalues:
-        result[kind] = largest_eigenvalue(
-            kind, s.world, s.bare, s.loss_fn, s.tracked, inputs.captured, weight, exchanges.confirm
-        )
+        wanting = [q for q in inputs.active if q.needs.eigenvalue == kind]
+        try:
+            result[kind] = largest_eigenvalue(
+                kind, s.world, s.bare, s.loss_fn, s.tracked, inputs.captured, weight, exchanges.confirm
+            )
+        except NotTwiceError as error:
+            if any(q.required for q in wanting):
+                raise
+            session.say_once("eigenvalue", f"step {inputs.step}: {', '.join(q.name for q in wanting)}: NaN. {error}")
+            result[kind] = Eigenvalue(float("nan"), "not_computed", 0)
     return result
 
 

@@ -15,8 +15,9 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distcockpit import DistCockpit, every
+from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
+from distcockpit.curvature.lanczos import STATUS
 
 # -- Hessian -----------------------------------------------------------------------------------------------------------
 
@@ -122,3 +123,29 @@ def test_a_rank_that_cannot_differentiate_twice_stops_all(ranks: Ranks, tmp_path
     assert "once_differentiable" in said[broken] and "HessMaxEV" in said[broken]
     for rank in set(range(4)) - {broken}:
         assert "1 other rank(s) failed" in said[rank]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_preset_goes_on_without_the_eigenvalue(ranks: Ranks, tmp_path: Path, n_ranks: int) -> None:
+    """A loop whose loss module the cockpit does not know: everything else of the preset has its rows."""
+    ranks.run(n_ranks, full_without_a_loss_module, str(tmp_path / "run"))
+    run = open_run(tmp_path / "run")
+    assert run["norm_test"].sizes["step"] == 3 and np.isfinite(run["norm_test"]["norm_test"]).all()
+    row = run["hess_max_ev"]
+    assert row["hess_max_ev"].isnull().all() and (row["status"] == STATUS.index("not_computed")).all()
+    assert any("hess_max_ev: NaN" in notice["text"] for notice in run.attrs["notices"])
+
+
+def full_without_a_loss_module(rank: int, size: int, group: Any, store: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = DistributedDataParallel(net, process_group=group) if size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    options = {"quantities": "full", "schedule": every(1), "process_group": group}
+    with DistCockpit(model, None, optimizer, store=store, **options) as cockpit:
+        for step in range(3):
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                nn.functional.cross_entropy(cockpit(torch.randn(6, 4)), torch.arange(6) % 2).backward()
+            optimizer.step()
