@@ -417,6 +417,15 @@ def test_the_line_at_the_end_says_what_looks_wrong(
     assert words in told
 
 
+def test_a_loop_that_never_calls_track_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with caplog.at_level("INFO"), DistCockpit(net, None, optimizer, store=tmp_path / "run") as cockpit:
+        cockpit(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert "no step was tracked" in caplog.text and "with cockpit.track(step):" in caplog.text
+
+
 def test_the_last_row_of_the_log_survives_a_forgotten_close(tmp_path: Path) -> None:
     script = f"""
 from torch import nn

@@ -189,7 +189,7 @@ class _SharedProduct:
             raise NotTwiceError(
                 "The Hessian's eigenvalue could not be computed: "
                 + (f"{problem} " if problem else f"{int(failed)} other rank(s) failed; see the errors on those ranks. ")
-                + "HessMaxEV needs a model that can be differentiated twice; without it, everything else is tracked."
+                + "HessMaxEV needs a model that can be differentiated twice: otherwise, leave it out of the quantities."
             ) from problem
         return answer[:-1]
 

@@ -115,28 +115,32 @@ class CheckedStep:
         check_uses(attributed.captured)
         return replace(found, captured=attributed.captured)
 
-    def do_without(self, topic: str, wanting: Sequence[Quantity], because: str, error: Exception | None = None) -> None:
+    def do_without(
+        self, topic: str, wanting: Sequence[Quantity], because: str, error: Exception | None = None, advice: str = ""
+    ) -> None:
         """Go on without something that quantities need: NaN, and one notice.
 
         Args:
             topic: The topic of the notice.
             wanting: The quantities that need it.
             because: What they need and why it is missing, to follow "Quantities [...]" or their names.
-            error: What to raise; by default a `RuntimeError` with the reason.
+            error: What to raise; by default a `RuntimeError` with the reason and the advice.
+            advice: What else the user can do about an error.
 
         Raises:
             Exception: At the first tracked step, if the user listed one of the quantities.
         """
         required = [q.name for q in wanting if q.required]
         if required and not self._settled:
-            raise error or RuntimeError(f"Quantities {required} need {because} Or leave these quantities out.")
+            raise error or RuntimeError(f"Quantities {required} need {because}{advice}")
         names = ", ".join(q.name for q in wanting)
         need = "It needs" if len(wanting) == 1 else "They need"
         self._session.say_once(topic, f"step {self._step}: {names}: NaN. {need} {because}")
 
     def do_without_gradients(self, why: str, wanting: Sequence[Quantity]) -> None:
         """Go on without per-sample gradients; see `do_without`."""
-        self.do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}.")
+        advice = " Or leave these quantities out."
+        self.do_without("coupled", wanting, f"per-sample gradients, but {why.rstrip('.')}.", advice=advice)
 
     def _check_losses_are_known(self, captured: Sequence[CapturedMicroBatch], *, seen: bool) -> None:
         scales = [micro.scale for micro in captured if micro.batch_size]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import cases
 import pytest
 import torch
+import torch.distributed as dist
 from checks import check
 from torch import nn
 from train import Spec, train
@@ -69,6 +71,19 @@ def autocast(store: str, kind: str) -> dict[str, Sequence[float]]:
         run = open_run(path)
         found[device] = [*run["loss"]["loss"].values, *run["norm_test"]["norm_test"].values]
     return found
+
+
+def rank(number: int, size: int, store: str, port: int) -> None:
+    """One of several ranks with DDP; each collective of a tensor on the device goes to the group of the device."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": str(size)}
+    dist.init_process_group("cpu:gloo,pretend:pretend_ccl")
+    try:
+        spec = replace(Spec(store, "mlp", "mean", shards=(17, 7)), device=DEVICE)
+        states = train(number, size, dist.group.WORLD, spec, curvature=False)
+        if number == 0:
+            check(replace(spec, device="cpu"), states, open_run(store), curvature=False)
+    finally:
+        dist.destroy_process_group()
 
 
 def like_an_accelerator() -> None:

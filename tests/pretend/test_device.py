@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -39,13 +40,17 @@ WAITS = {
 """By model and preset: place, what for, how often, at a step that checks nothing."""
 
 
+def available() -> None:
+    """Skip the test if the device cannot be compiled, which must not happen in CI."""
+    if why := missing():
+        assert "DISTCOCKPIT_SKIPS_NOTHING" not in os.environ, why
+        pytest.skip(why)
+
+
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
     """Calls a function in a process that has the device."""
-    why = missing()
-    if why:
-        assert "DISTCOCKPIT_SKIPS_NOTHING" not in os.environ, why
-        pytest.skip(why)
+    available()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=programs.start) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
@@ -59,6 +64,18 @@ def test_it_is_like_an_accelerator(call: Call) -> None:
 def test_table(call: Call, tmp_path: Path, model: str) -> None:
     loss = "token_mean" if model == "tied" else "mean"
     call(programs.table, str(tmp_path / "run"), model, loss, model in ("mlp", "cnn", "sigmoid"))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """The group's backend takes tensors on the device alone; gloo takes what is on the host."""
+    available()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=programs.start) as pool:
+        both = [pool.submit(programs.rank, number, 2, str(tmp_path / "run"), port) for number in range(2)]
+        for one in both:
+            one.result()
 
 
 @pytest.mark.parametrize("model, preset", list(WAITS))

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
 
 import distcockpit
 from pretend.building import loaded
@@ -23,13 +24,13 @@ def counted() -> Generator[Counter[tuple[str, str]], None, None]:
     def note(what: str) -> None:
         if threading.current_thread().name.startswith("distcockpit"):
             return
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
             if PACKAGE in path.parents:
                 seen[f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}", what] += 1
                 return
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         seen["elsewhere", what] += 1
 
     library = loaded()

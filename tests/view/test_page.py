@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from distcockpit import open_run
 from distcockpit import quantities as q
 from distcockpit.cli import main
 from distcockpit.view.page.content import content
+from distcockpit.view.page.server import Live
 
 CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 
@@ -386,6 +388,26 @@ def test_axes_show_the_data_and_not_more(tmp_path: Path) -> None:
     (noise,) = [shape for shape in made["early_stopping"]["shapes"] if shape["type"] == "rect"]
     assert noise["y0"] == 0 and low == 0 < high  # nothing is below 0, so the axis ends there
     assert made["gradient_tests"]["yaxis"]["type"] in ("linear", "log")
+
+
+def test_a_page_is_not_built_all_the_time(tmp_path: Path) -> None:
+    """A run that commits more often than its page can be built: whoever asks waits, with what there is."""
+    store = Written(tmp_path / "run.zarr", [q.Loss()]).rows(20).close()
+    opened: list[int] = []
+
+    def runs() -> dict[str, Any]:
+        opened.append(len(opened))
+        return {"run": open_run(store)}
+
+    commits = iter("abcdef")
+    live = Live(lambda: next(commits), runs, refresh_seconds=1)
+    made = live.newest()
+    assert made is not None and made["token"] == "a" and live.rests_until > 0
+    live.rests_until = math.inf
+    assert live.newest(have="a") is None and live.newest() is made and opened == [0]
+    live.rests_until = 0.0
+    newer = live.newest(have="a")
+    assert newer is not None and newer["token"] == "d" and opened == [0, 1]
 
 
 def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:

@@ -65,12 +65,8 @@ def thresholds(edges: np.ndarray, dtype: torch.dtype, device: torch.device = CPU
     Returns:
         Tensor of shape ``[b + 3]``; do not write to it.
     """
-    return _on_device(edges.tobytes(), dtype, device)
-
-
-@lru_cache(64)
-def _on_device(edge_bytes: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return sent(_thresholds(edge_bytes, dtype), device, dtype)
+    # Sent each time: a copy that is kept could be read on another stream before it has arrived.
+    return sent(_thresholds(edges.tobytes(), dtype), device, dtype)
 
 
 @lru_cache(64)

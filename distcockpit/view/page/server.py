@@ -44,7 +44,7 @@ class Live:
         self._tokens, self._runs, self._refresh_seconds = tokens, runs, refresh_seconds
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {"token": None}
-        self._rests_until = -math.inf
+        self.rests_until = -math.inf
 
     def newest(self, have: str | None = None) -> dict[str, Any] | None:
         """The content; None if the caller already has it, or is to wait, see `REST`."""
@@ -52,11 +52,11 @@ class Live:
         if token == have:
             return None
         with self._lock:  # several pages may ask at the same time
-            if self._made["token"] != token and time.monotonic() >= self._rests_until:
+            if self._made["token"] != token and time.monotonic() >= self.rests_until:
                 began = time.monotonic()
                 made = content(self._runs())
                 self._made = {**made, "token": token, "refresh_seconds": self._refresh_seconds}
-                self._rests_until = time.monotonic() + REST * (time.monotonic() - began)
+                self.rests_until = time.monotonic() + REST * (time.monotonic() - began)
             return None if self._made["token"] == have else self._made
 
 
