@@ -108,7 +108,7 @@ def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
     loss = loss[np.isfinite(loss)]
     if len(loss) < WINDOW:
         return
-    begin, last = loss[0], loss[-WINDOW:]
+    begin, soon, last = loss[0], loss[:3].min(), loss[-WINDOW:]
     end, scatter = np.median(last), np.median(np.abs(last - np.median(last))) * 1.5
     high = 1.5 * begin
     above, stays = np.count_nonzero(loss > high), bool((windows(loss) > high).any())
@@ -120,10 +120,11 @@ def _loss(run: xr.DataTree, group: xr.Dataset) -> Told:
             f"{', and stays there for a while' if stays else ', a few at a time'}; now it is {end:.3g}. The usual "
             "causes are a learning rate that is too large, or data unlike the rest.",
         }
-    elif len(loss) >= 5 * WINDOW and end > begin - max(0.02 * abs(begin), 2 * scatter):
+    # An output bias is learned within three rows, and nothing more; a run that learned much in them is well.
+    elif len(loss) >= 5 * WINDOW and end > max(soon - max(0.02 * abs(soon), 2 * scatter), begin - 0.1 * abs(begin)):
         yield {
             "severity": LOOK,
-            "title": f"the loss does not fall: {begin:.4g} at the start, {end:.4g} now",
+            "title": f"the loss does not fall: {soon:.4g} at the start, {end:.4g} now",
             "words": f"The median of the last {WINDOW} of {len(loss)} rows is not below the start by more than their "
             "scatter. That is expected of a run that continues another one. Otherwise nothing was learned: check the "
             "learning rate, whether gradients vanish, and the inputs of the model.",

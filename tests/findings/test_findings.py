@@ -102,6 +102,14 @@ def test_a_loss_that_falls_fast_at_first_does_not_jump(tmp_path: Path) -> None:
     assert found(tmp_path, loss={"loss": loss}) == []
 
 
+def test_a_loss_that_falls_only_at_once(tmp_path: Path) -> None:
+    """An output bias is learned, and nothing more; a run that learned much in three rows is well."""
+    guessing = np.r_[2.36, 2.31, np.full(N - 2, 2.30)]
+    finding = one(found(tmp_path / "a", loss={"loss": guessing}), "a loss that jumps or does not fall")
+    assert finding.title == "the loss does not fall: 2.3 at the start, 2.3 now"
+    assert found(tmp_path / "b", loss={"loss": np.r_[2.3, np.full(N - 1, 0.9)]}) == []
+
+
 def test_a_run_without_rows_is_not_well(tmp_path: Path) -> None:
     findings = check(open_run(Written(tmp_path / "run", [q.Loss(), q.NormTest()], model(ranks=1)).close())).findings
     assert [f.title for f in findings] == ["nothing was tracked"] and "cockpit.track(step)" in findings[0].words

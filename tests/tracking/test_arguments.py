@@ -255,7 +255,8 @@ def test_the_line_at_the_start_counts_copies(tmp_path: Path, caplog: pytest.LogC
     settings = {"loss_fn": nn.MSELoss(), "exclude": ["2"], "memory_budget": "1MB"}
     for chosen, copied in (([q.Distance()], 2000), ([q.UpdateSize()], 3000), ([q.Distance(), q.Alpha()], 5000)):
         DistCockpit(net, store=tmp_path / str(copied), quantities=chosen, **settings).close()
-        line = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO][-1]
+        line, _ = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]  # and that at the end
+        caplog.clear()
         assert f"up to 1 MB (memory_budget) + {copied / 1000:.3g} kB for copies of parameters" in line
 
 

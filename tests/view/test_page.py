@@ -28,12 +28,11 @@ from distcockpit.view.page.server import Live
 
 CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 
+PATIENCE = HANG / 5 * 1000
+"""Milliseconds; a page that does not show something by then never will, and there are many of these waits."""
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-
-
 QUIET += ["--disable-component-update", "--disable-sync"]
-
 
 QUANTITIES = [
     q.Alpha(),
@@ -55,7 +54,7 @@ def browser() -> Iterator[Browser]:
         assert not os.environ.get("CI"), "CI must have a browser: .ci/run installs chromium"
         pytest.skip("no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET, timeout=HANG * 1000)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET, timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -64,8 +63,8 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A page on which nothing may go wrong, and which may reach nothing but 127.0.0.1."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
-    context.set_default_timeout(HANG * 1000)
-    expect.set_options(HANG * 1000)
+    context.set_default_timeout(PATIENCE)
+    expect.set_options(PATIENCE)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -303,10 +302,10 @@ def test_a_run_without_rows_is_waited_for(page: Page, tmp_path: Path) -> None:
     written = Written(tmp_path / "run.zarr", QUANTITIES)
     with watching(str(written.path)) as (address, _):
         opened(page, address)
-        expect(page.locator("#findings")).to_contain_text("No rows yet.")
+        expect(page.locator("#findings")).to_contain_text("No step was tracked yet.")
         rows(written, 12)
         expect(page.locator(".picture h3", has_text="effective step size")).to_be_visible()
-        expect(page.locator("#findings")).not_to_contain_text("No rows yet.")
+        expect(page.locator("#findings")).not_to_contain_text("No step was tracked yet.")
     written.close()
 
 
