@@ -63,6 +63,11 @@ _storage = click.option(
 )
 
 
+def _output(default: str, what: str) -> Callable[..., Any]:
+    path: click.Path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("-o", "--output", type=path, default=default, show_default=True, help=what)
+
+
 _panel = click.option(
     "--panel",
     type=click.Choice(["small", "full"]),
@@ -99,7 +104,7 @@ def info(run: str, storage_options: dict[str, Any] | None, as_json: bool) -> Non
 
 @cli.command()
 @_takes_run
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="PNG, PDF or SVG.")
+@_output("plot.png", "PNG, PDF or SVG.")
 @_panel
 @_dpi
 def plot(run: str, storage_options: dict[str, Any] | None, output: Path, panel: Panel, dpi: int) -> None:
@@ -110,7 +115,7 @@ def plot(run: str, storage_options: dict[str, Any] | None, output: Path, panel: 
 
 @cli.command()
 @_takes_run
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="An HTML file.")
+@_output("report.html", "An HTML file.")
 def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> None:
     """Write a single HTML page with findings and interactive figures that works offline."""
     check_suffix(output, [".html", ".htm"])
@@ -121,14 +126,7 @@ def report(run: str, storage_options: dict[str, Any] | None, output: Path) -> No
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, type=_Run(), metavar="RUN RUN...")
 @_storage
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default="compare.html",
-    show_default=True,
-    help="HTML, or PNG, PDF or SVG.",
-)
+@_output("compare.html", "HTML, or PNG, PDF or SVG.")
 @_panel
 @_dpi
 def compare(

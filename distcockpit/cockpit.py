@@ -70,6 +70,7 @@ class DistCockpit(JoinableCockpit):
         model: ``DistributedDataParallel`` or any module. Without torch.distributed it is a world of one.
         loss_fn: The loss module, or a function such as ``F.cross_entropy``, to compute the curvature of; it is called
             as ``loss_fn(model(x), y)``. Nothing else needs it: the loss itself is found as the loop computes it.
+            Curvature is unknown for a function of your own.
         optimizer: The optimizer of the model's parameters. Pass several as a list or by name, ``{"matrices": muon,
             "rest": adamw}``: besides ``alpha`` for the whole update, each then gets an alpha of its own,
             ``alpha_matrices`` (in a list, by index: ``alpha_0``). With ``torch.optim.LBFGS``, put ``with

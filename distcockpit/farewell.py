@@ -76,7 +76,11 @@ def _checked(store: str) -> str:
     from distcockpit.run import look_at  # noqa: PLC0415
 
     titles = [finding.title for finding in check(look_at(store)).findings]
-    return f"What looks wrong: {'; '.join(titles)}." if titles else "Nothing looks wrong by the rules that apply."
+    return (
+        f"What looks wrong: {'; '.join(titles)}."
+        if titles
+        else "Nothing looks wrong by the rules that could be applied."
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -53,6 +53,8 @@ def look_at(store: str | os.PathLike[str] | Store, storage_options: Mapping[str,
 def _opened(
     store: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None, chunks: dict[str, int] | None
 ) -> xr.DataTree:
+    if store == "":
+        raise FileNotFoundError("store='': there is no run. A cockpit that is off (DISTCOCKPIT=off) writes none.")
     run = open_store(store, storage_options)
     opened: Any = run.store()  # xarray accepts zarr stores, though its types do not say so
     try:

@@ -235,8 +235,8 @@ def test_what_is_no_run_is_one_line(
     [
         (["plot"], "Missing argument 'RUN'. Try: distcockpit plot --help"),
         (["show", "x"], "No such command 'show'"),
-        (["plot", "x"], "Missing option '-o' / '--output'"),
-        (["info", "x", "--jason"], "No such option '--jason'"),
+        (["export", "x"], "Missing option '-o' / '--output'"),
+        (["info", "x", "--jason"], "--jason"),
         (["export", "x", "-o", "y", "--format", "xls"], "'xls' is not one of"),
         (["info", "s3://x", "--storage-options", "anon"], "'anon' is not a JSON object"),
         (["watch", "x", "--refresh", "0"], "0.2<=x<=3600"),
@@ -246,6 +246,15 @@ def test_what_is_no_run_is_one_line(
 def test_what_is_typed_wrong_is_one_line(arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
     _, err = ran(capfd, *arguments, code=2)
     assert err.count("\n") == 1 and words in err
+
+
+def test_a_picture_needs_no_name(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, written in (("plot", "plot.png"), ("report", "report.html")):
+        ran(capfd, command, store)
+        assert (tmp_path / written).stat().st_size > 10_000
 
 
 def test_nothing_typed_shows_the_commands(capfd: pytest.CaptureFixture[str]) -> None:

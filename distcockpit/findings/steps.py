@@ -105,7 +105,8 @@ def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
     yield {
         "severity": LOOK,
         "title": f"the gradient noise scale is {times} the batch size",
-        "words": f"In the last {last.sizes['step']} rows it is about {scale:.3g} samples, the batch has {batch:.3g}. "
+        "words": f"In the last {last.sizes['step']} rows it is about {count(scale)} samples, the batch has "
+        f"{count(batch)}. "
         + (
             "The gradient is mostly noise: a larger batch, through more ranks or gradient accumulation, would save "
             "steps nearly in proportion."
@@ -113,3 +114,9 @@ def _noise(run: xr.DataTree, group: xr.Dataset) -> Told:
             else "The gradient is nearly exact: a smaller batch would need about as many steps, and less compute."
         ),
     }
+
+
+def count(number: float) -> str:
+    """A number of samples with three digits, and without a power of ten: 1,080."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"

@@ -131,7 +131,11 @@ class _Again:
         names_of = {id(buffer): name for name, buffer in module.named_buffers() if name in use.before.buffers}
         places = slots(module, "_buffers")
         self._buffers = {slot: names_of[id(buffer)] for slot, buffer in places.items() if id(buffer) in names_of}
-        self.routes = (self.mapped, self.in_parts, self.whole)  # fastest first
+
+    @property
+    def routes(self) -> tuple[Callable[[], Route], ...]:  # bound methods that are kept would be a cycle
+        """The ways to run it, fastest first."""
+        return self.mapped, self.in_parts, self.whole
 
     def whole(self, few: bool = False) -> Route:
         """Run the whole batch at once; backpropagate a few samples at a time if more may be asked for."""

@@ -19,7 +19,7 @@ from distcockpit.replay.trees import map_tensors, tensors
 from distcockpit.world import Pending
 
 OF_CLASSES = {F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.cross_entropy)}
-"""Losses whose target may be classes, some of which may be ignored or weighted; the last one came after torch 2.8."""
+"""Losses whose target may be classes, some of which may be ignored or weighted; the last one came after torch 2.11."""
 
 LOSSES = {
     function: inspect.signature(function)

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,10 @@ def _root(keys: Keys) -> tuple[bytes, dict[str, Any]]:
     problem = f"store={keys.name!r} is not a distcockpit run"
     size = keys.size("zarr.json")
     if size is None or size > MAX_DOCUMENT_BYTES:
-        raise UnsafeStoreError(f"{problem}.")
+        inside = [] if "://" in keys.name else sorted(str(path.parent) for path in Path(keys.name).glob("*/zarr.json"))
+        raise UnsafeStoreError(
+            f"{problem}, but a folder of runs; open one of them: {inside[-1]!r}." if inside else f"{problem}."
+        )
     try:
         data = keys.get_one("zarr.json") or b""
         root = json.loads(data)

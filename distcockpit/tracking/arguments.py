@@ -278,19 +278,22 @@ def loss_module(loss_fn: object) -> tuple[nn.Module | None, object]:
     """Return the loss module, and the function it was given as, if any.
 
     Raises:
-        TypeError: If the loss is neither a module, nor ``None``, nor a torch function with an equivalent module.
+        TypeError: If the loss can neither be called nor is ``None``.
     """
     if loss_fn is None:
         return None, None
     if isinstance(loss_fn, nn.Module):
         return wrappers(loss_fn)[-1], None
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), a function, or None. Only "
+            "curvature needs loss_fn: the loss itself is found as the loop computes it."
+        )
     if loss_fn in MODULES:
         return MODULES[loss_fn](), loss_fn
-    raise TypeError(
-        f"loss_fn={loss_fn!r}: must be a loss module such as nn.CrossEntropyLoss(), a function such as "
-        "torch.nn.functional.cross_entropy, or None. Only curvature needs loss_fn: the loss itself is found as the "
-        "loop computes it."
-    )
+    # A function of the user's own, whose reduction is unknown: like a loss module of the user's own.
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return type(name, (nn.Module,), {"forward": staticmethod(loss_fn)})(), None
 
 
 def check_optimizers(optimizers: Optimizers, bare: nn.Module) -> None:

@@ -15,6 +15,7 @@ from written import Written, model
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.findings import RULES, Finding, check
+from distcockpit.findings.steps import count
 from distcockpit.instruments import INSTRUMENTS
 
 N, R = 60, 4
@@ -108,6 +109,10 @@ def test_a_loss_that_falls_only_at_once(tmp_path: Path) -> None:
     finding = one(found(tmp_path / "a", loss={"loss": guessing}), "a loss that jumps or does not fall")
     assert finding.title == "the loss does not fall: 2.3 at the start, 2.3 now"
     assert found(tmp_path / "b", loss={"loss": np.r_[2.3, np.full(N - 1, 0.9)]}) == []
+
+
+def test_numbers_of_samples_have_no_powers_of_ten() -> None:
+    assert [count(x) for x in (1083.7, 12345.0, 99.94, 0.1234)] == ["1,080", "12,300", "99.9", "0.123"]
 
 
 def test_a_run_without_rows_is_not_well(tmp_path: Path) -> None:

@@ -118,3 +118,12 @@ def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path) -> None
     Ends.run = Written(tmp_path / "run", [q.Loss()]).rows(3)
     assert open_run(tmp_path / "run").attrs["state"] == "running"
     assert open_run(store).attrs["state"] == "closed"
+
+
+def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Written(tmp_path / name, [q.Loss()]).rows(1).close()
+    with pytest.raises(ValueError, match=f"is not a distcockpit run, but a folder of runs; open one of them: .*{'b'}'"):
+        open_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match="DISTCOCKPIT=off"):
+        open_run("")  # as `cockpit.store` is then

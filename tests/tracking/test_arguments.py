@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import torch
 from construction import CE, construct, first_order
@@ -110,9 +111,9 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ["'second.weight'", "shared", "'first'"],
     ),
     "loss that is no loss": (
-        lambda p: construct(p, loss_fn=torch.cdist),
+        lambda p: construct(p, loss_fn="cross_entropy"),
         TypeError,
-        ["loss_fn=", "nn.CrossEntropyLoss()", "None"],
+        ["loss_fn='cross_entropy'", "nn.CrossEntropyLoss()", "None"],
     ),
     "optimizer of another model": (
         lambda p: construct(p, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
@@ -308,3 +309,30 @@ def test_alpha_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
 def test_what_the_constructor_refuses(tmp_path: Path, options: dict, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         DistCockpit(data()[0], None, store=tmp_path / "run", **options)
+
+
+def test_a_loss_function_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As without it: the loss is found as the loop computes it; curvature of it is unknown."""
+
+    def mine(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().sum(1).mean()
+
+    losses = []
+    for k, loss_fn in enumerate((mine, None)):
+        net = cases.initialised("mlp")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with DistCockpit(
+            net, loss_fn, optimizer, store=tmp_path / str(k), quantities="full", schedule=every(1)
+        ) as cockpit:
+            for step in range(3):
+                x, _ = cases.data("mlp", "mean", step)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    mine(cockpit(x), torch.ones(len(x), 5)).backward()
+                optimizer.step()
+        losses.append(open_run(tmp_path / str(k)))
+    assert set(losses[1].children) - set(losses[0].children) == {"hess_max_ev"}
+    for name in ("loss", "alpha"):
+        seen, expected = (run[name][name].values for run in losses)
+        assert np.array_equal(seen, expected, equal_nan=True) and np.isfinite(seen).any()
+    assert "loss_fn=mine" in caplog.text

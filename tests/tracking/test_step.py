@@ -297,7 +297,7 @@ def test_in_the_first_tracked_step(tmp_path: Path, case: str) -> None:
     assert open_run(tmp_path / "run").attrs["state"] == "closed"
 
 
-@pytest.mark.parametrize("model", ["cnn", "attention"])
+@pytest.mark.parametrize("model", ["cnn", "attention", "tokens"])
 def test_tracked_steps_keep_nothing_alive(tmp_path: Path, model: str) -> None:
     """Not even until the garbage collector comes: it comes seldom where few objects hold much memory."""
     net, loss_fn = cases.initialised(model), nn.CrossEntropyLoss()

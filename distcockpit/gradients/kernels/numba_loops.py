@@ -205,7 +205,7 @@ def count_small_in_columns(values, limit, counts):
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def inner(first, second):
     """Return the inner product of two vectors, in float64."""
-    total = 0.0
+    total = np.float64(0.0)
     for i in range(first.size):
         total += np.float64(first[i]) * np.float64(second[i])
     return total
