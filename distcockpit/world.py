@@ -20,6 +20,8 @@ Every rank records its position, so that a rank that waits in vain can say which
 
 from __future__ import annotations
 
+import socket
+import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcockpit.replay.memory import insist
+from distcockpit.whereabouts import Whereabouts
 
 HEADER = (
     *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix", "rounds"),
@@ -59,10 +62,19 @@ def record_of(kind: float, step: int, **numbers: float) -> dict[str, float]:
 
 
 class Pending:
-    """A sum in flight. ``result`` waits for it, from any thread."""
+    """A sum in flight. ``result`` waits for it, from any thread.
 
-    def __init__(self, buffer: Tensor, work: Any = None, explain: Callable[[str], str] = str) -> None:
-        self._buffer, self._work, self._explain = buffer, work, explain
+    Args:
+        buffer: The sum, once it has arrived.
+        work: The all-reduce; ``None`` if there is nothing to wait for.
+        explain: What to tell the user if it fails.
+        seconds: How long to wait; on the CPU, the process group itself has such a limit.
+    """
+
+    def __init__(
+        self, buffer: Tensor, work: Any = None, explain: Callable[[str], str] = str, seconds: float = 0.0
+    ) -> None:
+        self._buffer, self._work, self._explain, self._seconds = buffer, work, explain, seconds
         self._ready = None
         self._result: np.ndarray | None = None
         if buffer.device.type != "cpu":
@@ -89,15 +101,28 @@ class Pending:
         return self._result
 
     def _arrived(self) -> np.ndarray:
-        if self._ready is not None:
-            self._ready.synchronize()
-            return self._host.numpy()
-        if self._work is not None:
-            try:
+        try:
+            if self._ready is not None:
+                self._wait_for_the_device()
+                self._ready.synchronize()
+                return self._host.numpy()
+            if self._work is not None:
                 self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(self._explain("sums did not arrive")) from error
-        return self._buffer.numpy()
+            return self._buffer.numpy()
+        except RuntimeError as error:
+            raise RuntimeError(self._explain("sums did not arrive")) from error
+
+    def _wait_for_the_device(self) -> None:
+        """Wait for the all-reduce, which the device alone would do forever if a rank does not come.
+
+        Raises:
+            RuntimeError: If it takes too long.
+        """
+        ends = time.monotonic() + self._seconds
+        while self._work is not None and not self._work.is_completed():
+            if time.monotonic() > ends:
+                raise RuntimeError(f"The all-reduce was not done after {self._seconds:g} s.")
+            time.sleep(1e-4)
 
     def done(self) -> bool:
         """True if ``result`` would return immediately."""
@@ -140,10 +165,11 @@ class World:
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 1800.0) -> None:
         self.rank, self.size = 0, 1
         self.timeout_seconds = timeout_seconds
+        self._broken = ""
         self._traffic = Traffic()
         self._header: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
-        self._words: Any = None
+        self._whereabouts = Whereabouts(None, 0, [""])
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.group = process_group if process_group is not None else dist.group.WORLD
@@ -164,53 +190,37 @@ class World:
                 _count_alike(self.group, self.rank)
             self._header = dist.new_group(ranks, backend="gloo", **options)
             self._sums = dist.new_group(ranks, backend=dist.get_backend(self.group), **options)
-            self._words = getattr(self._header, "get_group_store", lambda: None)()
+            hosts: list[Any] = [None] * self.size
+            dist.all_gather_object(hosts, socket.gethostname(), group=self._header)
+        # The store is kept by the host of the first rank of all, as far as torchrun and the usual set-ups go.
+        keeper = hosts[ranks.index(0)] if 0 in ranks else ""
+        store = getattr(self._header, "get_group_store", lambda: None)()
+        self._whereabouts = Whereabouts(store and store.clone(), self.rank, hosts, keeper)
 
     # -- who is where --------------------------------------------------------------------------------------------------
 
     def leave_word(self, text: str) -> None:
         """Tell the other ranks where this one is, without waiting for them."""
-        if self._words is not None:
-            try:
-                self._words.set(f"distcockpit/{self.rank}", text)
-            except RuntimeError:  # the key-value store is gone; the next exchange will fail, too
-                self._words = None
-
-    def whereabouts(self) -> str:
-        """Describe where the ranks were last, grouping ranks that are in the same place."""
-        if self._words is None:
-            return "Where the other ranks are is unknown."
-        found: dict[str, list[int]] = {}
-        for rank in range(self.size):
-            key = f"distcockpit/{rank}"
-            try:
-                word = self._words.get(key).decode() if self._words.check([key]) else "not in any tracked step yet"
-            except RuntimeError:
-                word = "unknown"
-            found.setdefault(word, []).append(rank)
-        told = [f"rank{'s' * (len(who) > 1)} {_in_short(who)}: {word}" for word, who in found.items()]
-        return f"Last seen: {'; '.join(told)}."
+        self._whereabouts.leave(text)
 
     def explain(self, what: str) -> str:
-        """Explain a failed exchange to the user."""
-        return (
+        """Explain a failed exchange to the user; the ones that follow fail for the same reason, and at once."""
+        self._broken = self._broken or (
             f"Rank {self.rank}: {what}, because another rank has exited, is stuck, or took a different path "
-            f"(timeout_seconds={self.timeout_seconds:g}). {self.whereabouts()} All ranks must track the same steps; "
-            "ranks that run out of data early need `with Join([ddp, cockpit]):`."
+            f"(timeout_seconds={self.timeout_seconds:g}). {self._whereabouts.describe()} All ranks must track the "
+            "same steps; ranks that run out of data early need `with Join([ddp, cockpit]):`."
         )
+        return self._broken
 
     def note(self, error: BaseException) -> None:
         """Add a note on where the ranks are, if this error came from an exchange between them."""
-        if (
-            self._header is not None
-            and isinstance(error, dist.DistError)
-            or "Gloo" in str(error)
-            or "gloo" in str(error)
-        ):
-            error.add_note(self.whereabouts())
+        if self._header is not None and (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            error.add_note(self._whereabouts.describe())
 
     @contextmanager
     def _explained(self, what: str) -> Generator[None, None, None]:
+        if self._broken:
+            raise RuntimeError(self._broken)
         try:
             yield
         except RuntimeError as error:
@@ -294,8 +304,9 @@ class World:
         """All-reduce a buffer (sum), in place, without waiting."""
         if self._sums is None:
             return Pending(buffer)
-        work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
-        return Pending(buffer, work, self.explain)
+        with self._explained("all-reduce sums"):
+            work = dist.all_reduce(self._traffic.count(buffer), group=self._sums, async_op=True)
+        return Pending(buffer, work, self.explain, self.timeout_seconds)
 
     def all_reduce(self, buffer: Tensor) -> Tensor:
         """All-reduce a buffer (sum), in place, for immediate use on the device."""
@@ -359,11 +370,6 @@ def first_difference(descriptions: list[dict[str, str]]) -> str | None:
             if here != there:
                 return f"rank {rank} has {name} = {there}, rank 0 has {name} = {here}"
     return None
-
-
-def _in_short(ranks: list[int], shown: int = 8) -> str:
-    more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
-    return ", ".join(map(str, ranks[:shown])) + more
 
 
 def digest(*facts: Any) -> int:

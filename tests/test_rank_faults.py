@@ -92,9 +92,16 @@ LONG = {"timeout_seconds": 10**6, "store_options": {"flush_seconds": 1000}}
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("stall", ["could not finish a tracked step", "in tracked step 2", "in tracked step 3", "timeout_seconds=45"]),
+        (
+            "stall",
+            [
+                "could not finish a tracked step",
+                "Missing: rank 1 (last seen in tracked step 2). Waiting: rank 0 (in tracked step 3).",
+                "timeout_seconds=45",
+            ],
+        ),
         ("skip", ["ranks are at different steps: rank 0 tracks step 3, rank 1 tracks step 4"]),
-        ("leave", ["closed after step 2", "Join([ddp, cockpit])"]),
+        ("leave", ["Missing: rank 1 (last seen closed after step 2).", "Join([ddp, cockpit])"]),
     ],
 )
 def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, words: list[str]) -> None:
@@ -113,14 +120,14 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     """Killed in the middle: DDP's own exchange fails, and its error gets a note of the last steps."""
     with job(tmp_path, 2, steps=9, cockpit=LONG, faults={"1": ["kill", 3]}) as (first, second):
         assert first.ends() == 3 and second.ends() == -signal.SIGKILL
-        assert "Last seen: rank 0: in tracked step 3; rank 1: in tracked step 2." in first.error()
+        assert "Missing: rank 1 (last seen in tracked step 2). Waiting: rank 0 (in tracked step 3)." in first.error()
     left = rows(tmp_path)  # the sums of the latest steps may have died with the rank, on their way
     assert left and left == [0, 1, 2][: len(left)]
 
 
 def test_all_ranks_are_killed(tmp_path: Path) -> None:
     """As when a job is killed with its nodes; the same command resumes it, here from no checkpoint at all."""
-    options: dict[str, Any] = {"cockpit": {"mode": "a", "store_options": {"flush_seconds": 0.1}}, "pause": 0.05}
+    options: dict[str, Any] = {"cockpit": {"mode": "a", "store_options": {"flush_seconds": 0.1}}, "rest": 0.05}
     with job(tmp_path, 2, steps=10**6, **options) as workers:
         workers[0].wait_for("step 20")
         for worker in workers:
@@ -150,7 +157,7 @@ def test_exit_waits_for_no_rank(tmp_path: Path) -> None:
 def test_sigterm(tmp_path: Path, stuck: bool) -> None:
     """What was tracked is written; also by a rank that is stuck in an exchange, where no handler of Python can run."""
     size = 2 if stuck else 1
-    options: dict[str, Any] = {"faults": {"1": ["stall", 3]}} if stuck else {"pause": 0.05}
+    options: dict[str, Any] = {"faults": {"1": ["stall", 3]}} if stuck else {"rest": 0.05}
     with job(tmp_path, size, steps=10**6, cockpit=LONG, **options) as workers:
         workers[0].wait_for("step 2")
         if stuck:
@@ -167,7 +174,7 @@ def test_sigterm(tmp_path: Path, stuck: bool) -> None:
 
 def test_a_handler_of_the_user_still_runs(tmp_path: Path) -> None:
     with job(
-        tmp_path, 1, steps=10**6, pause=0.05, user_handler=True, cockpit={"store_options": {"flush_seconds": 1000}}
+        tmp_path, 1, steps=10**6, rest=0.05, user_handler=True, cockpit={"store_options": {"flush_seconds": 1000}}
     ) as (worker,):
         worker.wait_for("step 2")
         worker.process.send_signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,25 @@ from distcockpit.tracking import signals
 
 def say(*words: object) -> None:
     print(*words, flush=True)
+
+
+def pause_before(exchange: str, step: int, go: Path) -> None:
+    """Before the header or the sums of a step, wait for a file."""
+    name = {"header": "all_gather", "sums": "all_reduce"}[exchange]
+    calls, collective = [0], getattr(dist, name)
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += now[0] == step
+        if now[0] == step and calls[0] == 1:
+            say("pauses")
+            while not go.exists():
+                time.sleep(0.01)
+        return collective(*args, **kwargs)
+
+    setattr(dist, name, paused)
+
+
+now = [-1]
 
 
 # On a busy machine, writing at the end may take longer than a launcher would wait.
@@ -62,9 +82,12 @@ def main() -> None:
         cockpit.load_state_dict(saved["cockpit"])
         first = saved["step"] + 1
     fault, at = options.get("faults", {}).get(str(rank), ["none", -1])
+    if "pause" in options:
+        pause_before(*options["pause"], Path(options["go"]))
     say("begins", first, os.getpid())
     try:
         for step in range(first, options["steps"]):
+            now[0] = step
             if step == at and fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == at and fault == "stall":
@@ -90,7 +113,7 @@ def main() -> None:
             if options.get("flush"):
                 cockpit.flush()
             say("step", step)
-            time.sleep(options.get("pause", 0))
+            time.sleep(options.get("rest", 0))
         if options.get("hang_at_end") == rank:
             time.sleep(10**6)
         if options.get("forget") != rank:
