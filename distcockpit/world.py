@@ -20,6 +20,7 @@ Every rank records its position, so that a rank that waits in vain can say which
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 import zlib
@@ -79,12 +80,12 @@ class Pending:
         self._result: np.ndarray | None = None
         if buffer.device.type != "cpu":
             module = torch.get_device_module(buffer.device)
-            side = module.Stream(buffer.device)
+            side = _side_stream(buffer.device) if work is None else module.Stream(buffer.device)
             side.wait_stream(module.current_stream(buffer.device))
             with module.stream(side):
                 if work is not None:
                     work.wait()  # makes this stream wait for the all-reduce, but neither the host nor training
-                self._host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+                self._host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=True)
                 self._host.copy_(buffer, non_blocking=True)
                 self._ready = module.Event()
                 self._ready.record(side)
@@ -104,7 +105,8 @@ class Pending:
         try:
             if self._ready is not None:
                 self._wait_for_the_device()
-                self._ready.synchronize()
+                if not self._ready.query():
+                    self._ready.synchronize()
                 return self._host.numpy()
             if self._work is not None:
                 self._work.wait()
@@ -129,6 +131,12 @@ class Pending:
         if self._ready is not None:
             return bool(self._ready.query())
         return self._work is None or bool(self._work.is_completed())
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """The stream for copies to the host, done in order: who has waited for one has waited for all before it."""
+    return torch.get_device_module(device).Stream(device)
 
 
 @dataclass
@@ -255,7 +263,7 @@ class World:
         """
         if self._header is None:
             return [dict(record)]
-        mine = insist(lambda: torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64))
+        mine = insist(lambda: torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64, device="cpu"))
         gathered = insist(lambda: [torch.empty_like(mine) for _ in range(self.size)])
         with self._explained("finish a tracked step" if record["kind"] == TRACK else "synchronize"):
             dist.all_gather(gathered, self._traffic.count(mine), group=self._header)

@@ -274,7 +274,7 @@ class BatchAxes:
 
 def _any_statistics(norm: Any) -> tuple[Tensor, Tensor]:
     """Return arbitrary statistics, since shapes do not depend on them."""
-    like = next((t for t in (norm.running_mean, norm.weight) if t is not None), torch.zeros(()))
+    like = next((t for t in (norm.running_mean, norm.weight) if t is not None), torch.zeros((), device="cpu"))
     return like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
 
 

@@ -20,6 +20,7 @@ from distcockpit.gradients.embedding import EmbeddingRule
 from distcockpit.gradients.uses import Axis, Layer, Use, from_front, to_front
 from distcockpit.losses.captured import CapturedMicroBatch, ForwardPass, KnownLoss
 from distcockpit.losses.rerun import replayed
+from distcockpit.replay.silence import on_host, parts_of, reaches
 from distcockpit.replay.trees import map_tensors, tensors
 
 
@@ -91,31 +92,40 @@ def _mixed_up(
         forward = replace(forward, args=args, kwargs=kwargs)
     inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
     found: set[tuple[str, str]] = set()
-    mixed, silent = False, torch.zeros(n, dtype=torch.bool)
-    astray: set[Use] = set()  # calls whose rows a gradient reached although it is zero for these samples
+    silent = torch.zeros(0)
+    looked: list[
+        tuple[Use | None, Tensor]
+    ] = []  # whether a gradient reached rows that should be zero: of a call, or the inputs
 
     def look(use: Use, position: int, gradient: Tensor) -> None:
         axis = use.axes[position]
-        if axis is not None and use not in astray and _reaches(silent, to_front(gradient, axis)):
-            astray.add(use)
+        if axis is not None and silent.numel():
+            looked.append((use, reaches(silent.to(gradient.device), to_front(gradient, axis))))
 
     with _recaptured(model, forward, layers, axes, constant_statistics, look) as (again, outputs):
         arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
         rows = [k for k, z in enumerate(outputs) if forward.axes[k] is not None and z.requires_grad]
         starts = [outputs[k] for k in rows]
         if not starts:
-            return found, mixed
+            return found, False
         total = torch.autograd.grad(
             [outputs[k] for k in arrived], starts, list(arrived.values()), retain_graph=True, materialize_grads=True
         )
         ends: Any = [*inputs, *_last(again.edges, inputs)]  # few, as autograd holds the gradients of all at once
-        for loud in _parts(n):
+        for loud in parts_of(n, starts[0].device):
             silent = ~loud
             masked = [_without(silent, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
             arrived_at = torch.autograd.grad(starts, ends, masked, allow_unused=True, retain_graph=True)
             for gradient in arrived_at[: len(inputs)]:
-                mixed |= gradient is not None and _reaches(silent, gradient.movedim(axes.batch_dim, 0))
-        for use in astray:
+                if gradient is not None:  # the inputs
+                    looked.append((None, reaches(silent.to(gradient.device), gradient.movedim(axes.batch_dim, 0))))
+        astray = [
+            use
+            for (use, _), is_reached in zip(looked, on_host([flag for _, flag in looked]), strict=True)
+            if is_reached
+        ]
+        mixed = None in astray
+        for use in dict.fromkeys(use for use in astray if use is not None):
             found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
             index = tensors((use.args, use.kwargs)) if isinstance(use.form, EmbeddingRule) else []
             mixed |= any(i.data_ptr() == t.data_ptr() for i in index for t in given)
@@ -135,13 +145,6 @@ def _last(edges: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> list[Gradi
                 passes[path.pop()] = any(node in ends or passes[node] for node in below)
             path += unknown
     return [edge for edge in edges if not passes[edge.node]]
-
-
-def _parts(n: int) -> list[Tensor]:
-    """Split the batch into a few random parts that do not overlap: single samples, if there are no more than four."""
-    count = min(n, 4)
-    place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
-    return [place == k for k in range(count)]
 
 
 def _with_gradient(made: list[Tensor], tensor: Tensor) -> Tensor:
@@ -175,15 +178,8 @@ def _recaptured(
 
 def _without(silent: Tensor, gradient: Tensor, axis: Axis) -> Tensor:
     rows = to_front(gradient.clone(), axis)
-    rows[silent.to(gradient.device)] = 0
+    rows[silent.to(gradient.device)] = 0  # where it is already, but for models on several devices
     return from_front(rows, axis)
-
-
-def _reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """True if rows that should be zero are not, beyond rounding."""
-    silent = silent.to(gradient.device)
-    quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
-    return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
 
 
 def second_pass(

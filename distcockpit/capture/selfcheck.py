@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distcockpit.capture.signature import COUNT, norm_of, signature
+from distcockpit.capture.signature import COUNT, norm_of, signature, squared_norms
 from distcockpit.gradients.factors import WHOLE, rows_of
 from distcockpit.gradients.statistics import GradientSum, SquaredNorms
 from distcockpit.gradients.uses import MicroBatch
@@ -46,12 +46,13 @@ def check_outputs_tell_all(
     """
     whole = norm_of(seen)
     low = any(use.before.autocast in LOW for c in captured for use in c.uses)
-    for name, arrived in seen.items():
-        error = norm_of({name: arrived - again.get(name, torch.zeros_like(arrived))})
+    pairs = [[arrived - again.get(name, torch.zeros_like(arrived)), arrived] for name, arrived in seen.items()]
+    for name, found in zip(seen, squared_norms(pairs), strict=True):
+        error, size = map(math.sqrt, found)
         dtype = model.get_parameter(name).dtype
         tolerance = LOW_PRECISION if low else GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION)
         noise = NOISE * (LOW_PRECISION_NOISE if tolerance == LOW_PRECISION else 1) * whole
-        if error > tolerance * norm_of({name: arrived}) + noise:
+        if error > tolerance * size + noise:
             raise RuntimeError(
                 f"Parameter '{name}' of the model ({type(model).__name__}) received a gradient that does not come from "
                 "the model's outputs alone, so track_batchnorm=True cannot run the step again. Return everything that "
@@ -236,10 +237,12 @@ def examine(
     mixed = {n for c in captured for use in c.uses if use.before.autocast in LOW for n in use.layer.parameters.values()}
     low = {name for name in rest if name in mixed or values[name].dtype not in GRADIENT_TOLERANCE}
     noise = NOISE * (LOW_PRECISION_NOISE if low else 1) * max(whole, norm_of(seen))
+    triples = []
     for name in rest:
         arrived = seen.get(name, torch.zeros_like(sums[name]))
-        error, size = norm_of({name: sums[name] - arrived}), norm_of({name: arrived})
-        everything = float((n * norms.values[name]).sqrt())
+        triples.append([sums[name] - arrived, arrived, (n * norms.values[name]).sqrt().expand(COUNT)])
+    for name, found in zip(rest, squared_norms(triples), strict=True):
+        error, size, everything = map(math.sqrt, found)
         if not all(map(math.isfinite, (error, size, everything))):
             continue
         tolerance = LOW_PRECISION if name in low else GRADIENT_TOLERANCE.get(values[name].dtype, LOW_PRECISION)

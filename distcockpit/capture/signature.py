@@ -6,11 +6,13 @@ vectors are within a factor of about two, whatever the difference is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from distcockpit.replay.devices import sent
 
 COUNT, WIDTH, HEIGHT = 16, 1 << 12, 1 << 14
 
@@ -41,12 +43,21 @@ def signature(values: Tensor, start: int = 0) -> Tensor:
 
 def norm_of(signatures: Mapping[str, Tensor]) -> float:
     """Return the joint norm of vectors, as estimated from their signatures."""
-    return float(sum(float(each.square().mean()) for each in signatures.values())) ** 0.5
+    return sum(square for (square,) in squared_norms([[each] for each in signatures.values()])) ** 0.5
+
+
+def squared_norms(signatures: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """Estimated squared norms of vectors, for which the host waits once."""
+    flat = [each for several in signatures for each in several]
+    if not flat:
+        return []
+    squares = iter(torch.stack([each.to(flat[0].device) for each in flat]).square().mean(1).tolist())
+    return [[next(squares) for _ in several] for several in signatures]
 
 
 @cache
 def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return signs by place in a row and by row, which are multiplied: ``[WIDTH, COUNT]``, ``[HEIGHT, COUNT]``."""
     generator = torch.Generator().manual_seed(0)
-    columns, rows = (2 * torch.randint(2, (n, COUNT), generator=generator) - 1 for n in (WIDTH, HEIGHT))
-    return columns.float().to(device), rows.double().to(device)
+    columns, rows = (2 * torch.randint(2, (n, COUNT), generator=generator, device="cpu") - 1 for n in (WIDTH, HEIGHT))
+    return sent(columns, device, torch.float32), sent(rows, device)

@@ -121,4 +121,4 @@ def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int)
     bound = error + 2 * (mean_squared * of_sum).sqrt()
     # Infinite squares may only have overflowed in float32. NaN comes from a failed rank: it will not pool again.
     are_more = (bound > 0) & ((bound > TOLERANCE * (squares - n * mean_squared)) | squares.isposinf())
-    return [names[k] for k in are_more.nonzero().flatten().tolist()]
+    return [name for name, more in zip(names, are_more.tolist(), strict=True) if more]

@@ -227,11 +227,12 @@ def _terms(part: LossPart, micro: RecordedMicroBatch, scale: float, loss: KnownL
     assert part.gradient is not None
     reduction = part.reduction
     owner = next(forward for forward in micro.passes if forward in part.passes)
+    gradient = part.coefficient  # what is waited for first was sent last: the rest has arrived by then
     values, divisor, pattern = reduction.terms.detach(), reduction.divisor, 0.0
     if not part.is_seen and loss.weight is not None:
         divisor = loss.weight
     if reduction.adds or part.at_terms is None:
-        coefficient = part.coefficient / divisor if divisor else math.inf
+        coefficient = gradient / divisor if divisor else math.inf
     else:
         coefficient, values, pattern, weights = _weighted(part, values)
         divisor = 1.0
@@ -346,7 +347,7 @@ def _scales(
         reference = next(turn)
         own = reference.coefficient if is_one else base
         if not own:
-            zero = torch.zeros(int(size), dtype=torch.float64)
+            zero = torch.zeros(int(size), dtype=torch.float64, device="cpu")
             found.append(Scale(size, 1.0, 0.0, zero, zero.sum()))
             continue
         weight = 1 / (own * (1 if undivided else k)) if math.isfinite(own) else size

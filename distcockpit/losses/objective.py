@@ -357,7 +357,7 @@ class Objective:
         key = number_of(node), position
         if key not in self._parts:
             size = float(passes[0].batch_size) if passes else 1.0
-            reduction = Reduction(node.name(), torch.empty(0), size, True, False)
+            reduction = Reduction(node.name(), torch.empty(0, device="cpu"), size, True, False)
             self._parts[key] = LossPart(reduction, Owners(dict.fromkeys(passes)), is_seen=False)
             on_gradient(node, _picked(self._parts[key].receive, position))
         root.parts.append(self._parts[key])

@@ -12,6 +12,7 @@ from torch import Tensor
 from distcockpit.gradients.uses import Axis, Folded, from_front, to_front
 from distcockpit.losses.captured import ForwardPass
 from distcockpit.losses.rerun import without_hooks
+from distcockpit.replay.silence import on_host, parts_of, reaches
 from distcockpit.replay.trees import tensors
 
 SEPARATE = 1e-5  # relative to the largest gradient: what rounding may leave at the outputs of other samples
@@ -118,7 +119,7 @@ def _told_apart(
                 return Owners(dict.fromkeys(mine, axis))
     found = _found(terms, outputs, mine)
     for axis in candidates:
-        numbers = _numbers(terms, axis, *sizes)
+        numbers = _numbers(terms.shape, axis, *sizes)
         if all(torch.equal(of.where(of >= 0, numbers), numbers) and bool((of >= 0).any()) for of in found.values()):
             owners = torch.stack([of >= 0 for of in found.values()]).sum(0)
             if len(mine) == 1 or bool((owners != 1).all()):
@@ -126,10 +127,10 @@ def _told_apart(
     return Owners(found)
 
 
-def _numbers(terms: Tensor, axis: Axis, n: int) -> Tensor:
-    """Return the sample of each flattened term, if the batch is on this axis."""
-    rows = to_front(torch.zeros(terms.shape, dtype=torch.int64, device=terms.device), axis).clone()
-    rows += torch.arange(n, device=terms.device).view(-1, *[1] * (rows.dim() - 1))
+def _numbers(shape: torch.Size, axis: Axis, n: int) -> Tensor:
+    """Return the sample of each flattened term, if the batch is on this axis; on the host."""
+    rows = to_front(torch.zeros(shape, dtype=torch.int64, device="cpu"), axis).clone()
+    rows += torch.arange(n, device="cpu").view(-1, *[1] * (rows.dim() - 1))
     return from_front(rows, axis).reshape(-1)
 
 
@@ -167,29 +168,15 @@ def _fits(shape: torch.Size, axis: Axis, n: int) -> bool:
 
 def _belong(terms: Tensor, axis: Axis, outputs: Sequence[tuple[ForwardPass, Axis, Tensor]]) -> bool:
     """True if the terms of some samples do not affect the outputs of the others."""
-    n = outputs[0][0].batch_size
-    for loud in parts_of(n):
+    looked = []
+    for loud in parts_of(outputs[0][0].batch_size, terms.device):
         weights = to_front(torch.zeros_like(terms), axis).clone()
-        weights[loud.to(terms.device)] = 1
+        weights[loud] = 1
         found = _gradients(terms, [t for _, _, t in outputs], from_front(weights, axis).reshape(terms.shape))
         for (_, at, _), gradient in zip(outputs, found, strict=True):
-            if gradient is not None and reaches(~loud, to_front(gradient.detach(), at)):
-                return False
-    return True
-
-
-def parts_of(n: int) -> list[Tensor]:
-    """Split the batch into a few random parts that do not overlap: single samples, if there are no more than four."""
-    count = min(n, 4)
-    place = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % count
-    return [place == k for k in range(count)]
-
-
-def reaches(silent: Tensor, gradient: Tensor) -> bool:
-    """True if rows that should be zero are not, beyond rounding."""
-    silent = silent.to(gradient.device)
-    quiet, loud = gradient[silent].abs().nan_to_num(nan=0.0), gradient[~silent].abs().nan_to_num(nan=0.0)
-    return bool(quiet.numel() and quiet.max() > 1e-6 * (loud.max() if loud.numel() else 0))
+            if gradient is not None:
+                looked.append(reaches(~loud.to(gradient.device), to_front(gradient.detach(), at)))
+    return not any(on_host(looked))
 
 
 def _found(
@@ -205,15 +192,15 @@ def _found(
     try:
         with torch.enable_grad():
             found = _gradients(terms, [t for _, _, t in outputs], ones, create_graph=True)
-            result = {forward: torch.zeros(terms.numel(), dtype=torch.int64) for forward in passes}
+            result = {forward: torch.zeros(terms.numel(), dtype=torch.int64, device="cpu") for forward in passes}
             for forward in passes:
-                rows = torch.arange(forward.batch_size)
+                rows = torch.arange(forward.batch_size, device="cpu")
                 moved = []
                 for (of, axis, _), gradient in zip(outputs, found, strict=True):
                     if of is forward and gradient is not None:
                         at = to_front(gradient, axis)
-                        moved.append(at * torch.rand(at.shape, generator=generator).add(0.5).to(at))
-                reached = torch.zeros(terms.numel(), dtype=torch.bool)
+                        moved.append(at * torch.rand(at.shape, generator=generator, device="cpu").add(0.5).to(at))
+                reached = torch.zeros(terms.numel(), dtype=torch.bool, device="cpu")
                 for digit in range(max(1, math.ceil(math.log2(forward.batch_size)))):
                     sides = []
                     for side in (0, 1):

@@ -44,7 +44,7 @@ class ReplicaDrift(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's digests; a single rank cannot drift."""
         if batch.world_size == 1:
-            return {"digests": batch.slot(torch.zeros(len(batch.every_parameter)))}
+            return {"digests": batch.slot(torch.zeros(len(batch.every_parameter), device="cpu"))}
         return {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
 
     def finalize(self, totals: Totals, n: int) -> Row:

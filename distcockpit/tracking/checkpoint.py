@@ -155,7 +155,7 @@ def _start(session: Session, start: Start) -> State:
         update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
         norm = float(update.norm)
         samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}
-        samples["inputs_changed"] = torch.tensor(update.inputs_changed)
+        samples["inputs_changed"] = torch.tensor(update.inputs_changed, device="cpu")
     return {
         **dataclasses.asdict(start.stamp),
         "values": _kept(start.values),
@@ -174,7 +174,7 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
         mine = [parts[setup.world.rank]] if setup.world.rank in parts else []
     else:
         mine = list(parts.values()) if setup.world.rank == 0 else []
-    nothing = torch.zeros(len(setup.facts.parts_of_updates), 0, dtype=torch.float64)
+    nothing = torch.zeros(len(setup.facts.parts_of_updates), 0, dtype=torch.float64, device="cpu")
     losses = torch.cat([nothing[0], *(part["losses"] for part in mine)])
     slopes = torch.cat([nothing, *(part["slopes"] for part in mine)], 1)
     slopes = slopes[_order(state["optimizers"], list(setup.facts.optimizers), len(slopes))]

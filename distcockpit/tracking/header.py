@@ -94,7 +94,7 @@ class Header:
 def _broadcast(
     setup: Setup, source: int, state: ModelState | None, epoch: float | None
 ) -> tuple[ModelState, float | None]:
-    facts = {"facts": torch.full((2 + setup.facts.n_parameter_groups,), UNKNOWN, dtype=torch.float64)}
+    facts = {"facts": torch.full((2 + setup.facts.n_parameter_groups,), UNKNOWN, dtype=torch.float64, device="cpu")}
     if state is not None:
         known = (UNKNOWN if value is None else value for value in (epoch, state.scale, *state.learning_rates))
         facts = {"facts": torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in known])}

@@ -21,6 +21,7 @@ import torch
 SOURCE = Path(__file__).with_name("device.cpp")
 TORCH = Path(torch.__file__).parent
 NAME = "_pretend"
+DEVICE = "pretend"
 
 
 def missing() -> str:

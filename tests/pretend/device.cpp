@@ -5,6 +5,10 @@
 // what the kernel returns becomes a tensor on the device, a view where it shares memory. What the host would have to wait
 // for on an accelerator is told to Python, by name. Copies between the device and pinned memory that do not block are done
 // when somebody waits for them, and until then their destination on the host holds NaN, or the largest integer.
+//
+// Operators run at once, whatever their stream. That one stream waits for another where it must is checked by vector
+// clocks, as torch.cuda._sanitizer does: each access to memory must come after the last write of any other stream, each
+// write after all reads, and memory must not be freed while a stream that its allocator does not know of still uses it.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
@@ -50,37 +54,108 @@ void waits(const std::string& what) {
 
 // ---- Streams, events, and copies that are still to be done
 
-struct Copy {
+struct Task {
   int64_t number;
-  bool to_device;
-  std::function<void()> run;
+  std::function<void()> on_device;  // what the stream does before its next operator; empty once it is done
+  std::function<void()> on_host;    // what the host sees only after it has waited; may be empty
+  std::function<bool()> ready;      // false while something else, such as an exchange, is not done
 };
-std::map<int64_t, std::deque<Copy>> queues;  // by stream
-int64_t copies = 0, streams = 0;
+std::map<int64_t, std::deque<Task>> queues;  // by stream
+int64_t tasks = 0, streams = 0;
 thread_local Index current_device = 0;
 thread_local int64_t current_stream = 0;
 
-// The copies of a stream up to a number, or only those that its operators would see.
-void finish(int64_t stream, int64_t upto = INT64_MAX, bool only_to_device = false) {
+// The tasks of a stream up to a number, or only what its operators would see.
+void finish(int64_t stream, int64_t upto = INT64_MAX, bool only_on_device = false) {
   while (true) {
     std::function<void()> run;
     {  // which is not held while it runs: the interpreter may be needed then, and its holder may want the lock
       Locked held(lock);
       auto& queue = queues[stream];
-      auto at = std::find_if(queue.begin(), queue.end(), [&](auto& copy) { return copy.to_device || !only_to_device; });
+      auto at = std::find_if(queue.begin(), queue.end(), [&](auto& task) { return task.on_device || !only_on_device; });
       if (at == queue.end() || at->number > upto) return;
-      run = std::move(at->run);
-      queue.erase(at);
+      if (at->on_device) std::swap(run, at->on_device);
+      else std::swap(run, at->on_host);
+      if (!at->on_host) queue.erase(at);
     }
-    run();
+    if (run) run();
   }
+}
+
+// What a stream does now, and what the host sees later. It is postponed while the stream waits for something else.
+void enqueue(std::function<void()> on_device, std::function<void()> on_host = {}, std::function<bool()> ready = {}) {
+  bool now;
+  {
+    Locked held(lock);
+    auto& queue = queues[current_stream];
+    queue.push_back({++tasks, std::move(on_device), std::move(on_host), std::move(ready)});
+    now = std::all_of(queue.begin(), queue.end(), [](auto& task) { return !task.on_device || !task.ready || task.ready(); });
+  }
+  if (now) finish(current_stream, INT64_MAX, true);
 }
 
 void finish_all() {
   for (int64_t stream = 0; stream <= streams; ++stream) finish(stream);
 }
 
-struct Event { int64_t stream, upto; int asked; };
+// ---- The order of streams
+
+using Clock = std::map<int64_t, int64_t>;  // by stream
+std::map<int64_t, Clock> clocks;
+Clock host;
+std::vector<std::string> problems;
+
+struct Uses {  // of a storage
+  int64_t allocated = 0, writer = -1, written = 0;
+  Clock reads;
+  std::set<int64_t> known;  // streams that its allocator knows of
+};
+std::unordered_map<StorageImpl*, Uses> uses;  // by the storage behind it
+
+void merge(Clock& into, const Clock& from) {
+  for (auto& [stream, time] : from) into[stream] = std::max(into[stream], time);
+}
+
+bool follows(int64_t stream, int64_t other, int64_t time) { return stream == other || clocks[stream][other] >= time; }
+
+int64_t tick(int64_t stream) {
+  Locked held(lock);
+  merge(clocks[stream], host);
+  return ++clocks[stream][stream];
+}
+
+void host_waited(const Clock& clock) { Locked held(lock); merge(host, clock); }
+void host_waited(int64_t stream) { Locked held(lock); merge(host, clocks[stream]); }
+
+void use(StorageImpl* storage, bool writes, int64_t stream, const std::string& what) {
+  Locked held(lock);
+  auto& u = uses[storage];
+  const int64_t time = clocks[stream][stream];
+  if (u.writer >= 0 && !follows(stream, u.writer, u.written))
+    problems.push_back(what + ": does not wait for the stream that wrote its argument");
+  if (!writes) { u.reads[stream] = time; return; }
+  for (auto& [other, read] : u.reads)
+    if (!follows(stream, other, read)) problems.push_back(what + ": overwrites what another stream may not have read yet");
+  u.reads.clear();
+  u.writer = stream;
+  u.written = time;
+}
+
+void freed(StorageImpl* storage) {
+  Locked held(lock);
+  auto found = uses.find(storage);
+  if (found == uses.end()) return;
+  Uses& u = found->second;
+  auto still = [&](int64_t stream, int64_t time) {
+    return !u.known.count(stream) && !follows(u.allocated, stream, time) && !(host[stream] >= time);
+  };
+  bool early = u.writer >= 0 && still(u.writer, u.written);
+  for (auto& [stream, time] : u.reads) early = early || still(stream, time);
+  if (early) problems.push_back("memory is freed while a stream that its allocator does not know of may use it");
+  uses.erase(found);
+}
+
+struct Event { int64_t stream, upto; int asked; Clock clock; };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
@@ -105,25 +180,37 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& s, const Index, const c10::EventFlag) const override {
     Locked held(lock);
     delete static_cast<Event*>(*event);
-    *event = new Event{s.id(), copies, 0};
+    tick(s.id());
+    *event = new Event{s.id(), tasks, 0, clocks[s.id()]};
   }
-  void block(void* event, const c10::Stream&) const override {
-    if (auto* e = static_cast<Event*>(event)) finish(e->stream, e->upto, true);
+  void block(void* event, const c10::Stream& s) const override {
+    auto* e = static_cast<Event*>(event);
+    if (e == nullptr) return;
+    finish(e->stream, e->upto, true);
+    Locked held(lock);
+    merge(clocks[s.id()], e->clock);
   }
   bool queryEvent(void* event) const override {  // not yet, for whoever asks first
     auto* e = static_cast<Event*>(event);
-    if (e != nullptr && e->asked++ > 0) finish(e->stream, e->upto);
+    if (e == nullptr) return true;
+    if (e->asked++ > 0 && std::all_of(queues[e->stream].begin(), queues[e->stream].end(), [](auto& task) { return !task.ready || task.ready(); }))
+      finish(e->stream, e->upto);
     Locked held(lock);
-    return e == nullptr || queues[e->stream].empty() || queues[e->stream].front().number > e->upto;
+    const bool done = queues[e->stream].empty() || queues[e->stream].front().number > e->upto;
+    if (done) merge(host, e->clock);
+    return done;
   }
   void synchronizeEvent(void* event) const override {
     waits("event.synchronize");
-    if (auto* e = static_cast<Event*>(event)) finish(e->stream, e->upto);
+    if (auto* e = static_cast<Event*>(event)) { finish(e->stream, e->upto); host_waited(e->clock); }
   }
   bool queryStream(const c10::Stream& s) const override { Locked held(lock); return queues[s.id()].empty(); }
-  void synchronizeStream(const c10::Stream& s) const override { waits("stream.synchronize"); finish(s.id()); }
-  void synchronizeDevice(const Index) const override { waits("synchronize"); finish_all(); }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void synchronizeStream(const c10::Stream& s) const override { waits("stream.synchronize"); finish(s.id()); host_waited(s.id()); }
+  void synchronizeDevice(const Index) const override { waits("synchronize"); finish_all(); for (int64_t s = 0; s <= streams; ++s) host_waited(s); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    Locked held(lock);
+    uses[static_cast<c10::Storage*>(data.get_context())->unsafeGetStorageImpl()].known.insert(s.id());
+  }
 
  private:
   static Device at(Device d) { return d.has_index() ? d : Device(TYPE, current_device); }
@@ -136,11 +223,17 @@ std::unordered_map<StorageImpl*, c10::weak_intrusive_ptr<StorageImpl>> on_device
 
 void forget(void* context) {
   auto* behind = static_cast<c10::Storage*>(context);
+  freed(behind->unsafeGetStorageImpl());
   { Locked held(lock); on_device.erase(behind->unsafeGetStorageImpl()); }
   delete behind;
 }
 
 c10::DataPtr pointer(const c10::Storage& behind, Index device) {
+  {
+    Locked held(lock);
+    auto [at, made] = uses.try_emplace(behind.unsafeGetStorageImpl());
+    if (made) at->second = {current_stream, current_stream, clocks[current_stream][current_stream], {}, {}};
+  }
   return {behind.mutable_data(), new c10::Storage(behind), &forget, Device(TYPE, device)};
 }
 
@@ -177,6 +270,7 @@ Tensor with(c10::Storage storage, c10::DispatchKey key, const Tensor& like) {
 }
 
 bool here(const Tensor& t) { return t.defined() && t.device().type() == TYPE; }
+StorageImpl* storage_of(const Tensor& t) { return behind(t.storage()).unsafeGetStorageImpl(); }
 Tensor twin(const Tensor& t) { return with(behind(t.storage()), c10::DispatchKey::CPU, t); }
 Tensor wrapped(const Tensor& t, Index device) {
   return t.defined() ? with(storage_for(t.storage(), device), c10::DispatchKey::PrivateUse1, t) : t;
@@ -284,9 +378,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   std::vector<std::pair<Tensor, Tensor>> aliases;
   Index device = -1;
   finish(current_stream, INT64_MAX, true);
-  bool waiting = SIZE_DEPENDS.count(name) > 0;
+  tick(current_stream);
+  bool waiting = SIZE_DEPENDS.count(name) > 0, writes = false;
   auto to_cpu = [&](const Tensor& t) -> Tensor {
     if (!t.defined()) return t;
+    if (here(t)) use(storage_of(t), writes, current_stream, name);
     if (!here(t)) {
       TORCH_CHECK(
           t.device().is_cpu() && (t.dim() == 0 || TAKES_HOST_INDICES.count(name)), name,
@@ -300,6 +396,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   };
   for (size_t k = 0; k < n; ++k) {
     IValue& value = (*stack)[first + k];
+    auto* alias = schema.arguments()[k].alias_info();
+    writes = alias != nullptr && alias->isWrite();
     if (value.isTensor()) value = to_cpu(value.toTensor());
     else if (value.isTensorList()) {
       c10::List<Tensor> list;
@@ -327,12 +425,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
   for (const auto& result : schema.returns())
     if (result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType) waiting = true;
-  if (waiting) waits(name);
+  if (waiting) { waits(name); host_waited(current_stream); }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (auto& [t, cpu] : aliases) follow(t, cpu);
   auto back = [&](const Tensor& cpu) -> Tensor {
     for (auto& [t, alias] : aliases) if (alias.is_same(cpu)) return t;
-    return wrapped(cpu, device);
+    return wrapped(cpu, device);  // whose storage is new, or one of those that were used
   };
   for (size_t k = stack->size() - schema.returns().size(); k < stack->size(); ++k) {
     IValue& value = (*stack)[k];
@@ -347,26 +445,30 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   Tensor source = here(from) ? twin(from) : from, target = here(to) ? twin(to) : to;
-  finish(current_stream, INT64_MAX, true);
   const bool to_device = !here(from);
+  tick(current_stream);
+  if (here(from)) use(storage_of(from), false, current_stream, "copy");
+  if (here(to)) use(storage_of(to), true, current_stream, "copy");
   if (here(from) && here(to)) {
+    finish(current_stream, INT64_MAX, true);
     target.copy_(source);
-  } else if (non_blocking && is_pinned(to_device ? from : to)) {
+  } else if (to_device && non_blocking && is_pinned(from)) {
     Tensor value = source.clone();
-    if (!to_device) {
-      if (target.is_floating_point() || target.is_complex()) target.fill_(NAN);
-      else if (target.scalar_type() == at::kBool) target.fill_(true);
-      else target.fill_(target.scalar_type() == at::kByte ? 255 : target.scalar_type() == at::kChar ? 127 : 32767);
-    }
     Locked held(lock);
-    queues[current_stream].push_back({++copies, to_device, [=]() mutable {
+    queues[current_stream].push_back({++tasks, [=]() mutable {
       auto now = source.contiguous(), then = value.contiguous();
-      const bool same = std::memcmp(now.const_data_ptr(), then.const_data_ptr(), now.nbytes()) == 0;
-      TORCH_CHECK(!to_device || same, "a pinned source was overwritten before its copy was done");
+      TORCH_CHECK(std::memcmp(now.const_data_ptr(), then.const_data_ptr(), now.nbytes()) == 0, "a pinned source was overwritten before its copy was done");
       target.copy_(value);
-    }});
+    }, {}, {}});
+  } else if (!to_device && non_blocking && is_pinned(to)) {
+    if (target.is_floating_point() || target.is_complex()) target.fill_(NAN);
+    else if (target.scalar_type() == at::kBool) target.fill_(true);
+    else target.fill_(target.scalar_type() == at::kByte ? 255 : target.scalar_type() == at::kChar ? 127 : 32767);
+    auto value = std::make_shared<Tensor>();
+    enqueue([=] { *value = source.clone(); }, [=]() mutable { target.copy_(*value); });
   } else {
-    if (!to_device || !non_blocking) waits(to_device ? "copy to the device" : "copy to the host");
+    finish(current_stream, INT64_MAX, true);
+    if (!to_device || !non_blocking) { waits(to_device ? "copy to the device" : "copy to the host"); host_waited(current_stream); }
     target.copy_(source);
   }
   return to;
@@ -379,8 +481,16 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 at::Scalar local_scalar(const Tensor& t) {
   waits("item");
+  tick(current_stream);
+  use(storage_of(t), false, current_stream, "item");
   finish(current_stream, INT64_MAX, true);
+  host_waited(current_stream);
   return at::_local_scalar_dense(twin(t));
+}
+
+void reads(std::initializer_list<Tensor> tensors, const std::string& what) {
+  tick(current_stream);
+  for (const Tensor& t : tensors) if (here(t)) use(storage_of(t), false, current_stream, what);
 }
 
 Tensor convolution(
@@ -388,6 +498,7 @@ Tensor convolution(
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
     c10::SymInt groups) {
   finish(current_stream, INT64_MAX, true);
+  reads({input, weight, bias ? *bias : Tensor()}, "convolution");
   std::optional<Tensor> b = bias && bias->defined() ? std::optional<Tensor>(twin(*bias)) : std::nullopt;
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset);
   return wrapped(at::convolution_symint(twin(input), twin(weight), b, stride, padding, dilation, transposed, output_padding, groups), input.device().index());
@@ -398,6 +509,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
     c10::SymInt groups, std::array<bool, 3> mask) {
   finish(current_stream, INT64_MAX, true);
+  reads({grad, input, weight}, "convolution_backward");
   auto channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset);
   auto [x, w, b] = at::convolution_backward_symint(
@@ -406,12 +518,52 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {wrapped(x, device), wrapped(w, device), wrapped(b, device)};
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+void record_stream(Tensor& t, c10::Stream s) {
+  Locked held(lock);
+  uses[behind(t.storage()).unsafeGetStorageImpl()].known.insert(s.id());
+}
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true) || p == 0) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input * mask * (p < 1 ? 1 / (1 - p) : 0), mask};
+}
+
+// Recurrent layers call these, which only accelerators have.
+
+using Maybe = std::optional<Tensor>;
+Tensor plus(const Tensor& gates, const Maybe& bias) { return bias && bias->defined() ? gates + *bias : gates; }
+Tensor summed(const Tensor& grad, bool has_bias) { return has_bias ? grad.sum(0) : Tensor(); }
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& of_input, const Tensor& of_hidden, const Tensor& cx, const Maybe& b1, const Maybe& b2) {
+  auto gates = (plus(of_input, b1) + plus(of_hidden, b2)).chunk(4, 1);
+  auto i = gates[0].sigmoid(), f = gates[1].sigmoid(), g = gates[2].tanh(), o = gates[3].sigmoid();
+  auto cy = f * cx + i * g;
+  return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const Maybe& grad_hy, const Maybe& grad_cy, const Tensor& cx, const Tensor& cy, const Tensor& kept, bool has_bias) {
+  auto gates = kept.chunk(4, 1);
+  auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
+  auto t = cy.tanh(), gh = grad_hy && grad_hy->defined() ? *grad_hy : at::zeros_like(cy);
+  auto gc = gh * o * (1 - t * t);
+  if (grad_cy && grad_cy->defined()) gc = gc + *grad_cy;
+  auto all = at::cat({gc * g * i * (1 - i), gc * cx * f * (1 - f), gc * i * (1 - g * g), gh * t * o * (1 - o)}, 1);
+  return {all, gc * f, summed(all, has_bias)};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& of_input, const Tensor& of_hidden, const Tensor& hx, const Maybe& b1, const Maybe& b2) {
+  auto a = plus(of_input, b1).chunk(3, 1), h = plus(of_hidden, b2).chunk(3, 1);
+  auto r = (a[0] + h[0]).sigmoid(), z = (a[1] + h[1]).sigmoid(), n = (a[2] + r * h[2]).tanh();
+  return {n + z * (hx - n), at::cat({r, z, n, hx, h[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& grad, const Tensor& kept, bool has_bias) {
+  auto parts = kept.chunk(5, 1);
+  auto &r = parts[0], &z = parts[1], &n = parts[2], &hx = parts[3], &h = parts[4];
+  auto gz = grad * (hx - n) * z * (1 - z), gn = grad * (1 - z) * (1 - n * n), gr = gn * h * r * (1 - r);
+  auto of_input = at::cat({gr, gz, gn}, 1), of_hidden = at::cat({gr, gz, gn * r}, 1);
+  return {of_input, of_hidden, grad * z, summed(of_input, has_bias), summed(of_hidden, has_bias)};
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -423,6 +575,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("native_dropout", &native_dropout);
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
 }
 
 int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
@@ -440,37 +596,81 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_PROMOTE(WIDEST)
 }
 
-// ---- Collectives: gloo's, on what is behind the tensors
+// ---- Collectives: gloo's, on what is behind the tensors, on a stream of their own
+
+struct Exchange final : c10d::Work {
+  Exchange(c10::intrusive_ptr<c10d::Work> gloo, int64_t stream, std::vector<Tensor> tensors)
+      : gloo_(std::move(gloo)), clock_(clocks[stream]), tensors_(std::move(tensors)) {}
+  bool isCompleted() override { return gloo_->isCompleted(); }
+  bool isSuccess() const override { return gloo_->isSuccess(); }
+  std::exception_ptr exception() const override { return gloo_->exception(); }
+  bool wait(std::chrono::milliseconds timeout) override {  // the stream waits, the host does not
+    { Locked held(lock); merge(clocks[current_stream], clock_); }
+    enqueue([gloo = gloo_] { gloo->wait(); }, {}, [gloo = gloo_] { return gloo->isCompleted(); });
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    { Locked held(lock); merge(clocks[current_stream], clock_); }
+    return gloo_->getFuture()->then(
+        [tensors = tensors_](c10::ivalue::Future& done) { done.value(); return IValue(tensors); },
+        c10::ListType::create(c10::TensorType::get()));
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> gloo_;
+  Clock clock_;
+  std::vector<Tensor> tensors_;
+};
 
 struct Collectives final : c10d::Backend {
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
+    Locked held(lock);
+    stream_ = ++streams;
+  }
   const std::string getBackendName() const override { return "pretend"; }
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o) override { auto a = on_host(t); return gloo_->allreduce(a, o); }
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<Tensor>& t, const c10d::BroadcastOptions& o) override { auto a = on_host(t); return gloo_->broadcast(a, o); }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o) override {
+    auto a = taken(t, true);
+    return begun(gloo_->allreduce(a, o), t);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<Tensor>& t, const c10d::BroadcastOptions& o) override {
+    auto a = taken(t, true);
+    return begun(gloo_->broadcast(a, o), t);
+  }
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<Tensor>>& to, std::vector<Tensor>& t, const c10d::AllgatherOptions& o) override {
     std::vector<std::vector<Tensor>> all;
-    for (auto& each : to) all.push_back(on_host(each));
-    auto a = on_host(t);
-    return gloo_->allgather(all, a, o);
+    for (auto& each : to) all.push_back(taken(each, true));
+    auto a = taken(t, false);
+    return begun(gloo_->allgather(all, a, o), to.at(0));
   }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& o) override { return gloo_->barrier(o); }
 
  private:
-  static std::vector<Tensor> on_host(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> taken(const std::vector<Tensor>& tensors, bool writes) {
     finish(current_stream, INT64_MAX, true);
     std::vector<Tensor> made;
+    Locked held(lock);
+    ::merge(clocks[stream_], clocks[current_stream]);
+    tick(stream_);
     for (const Tensor& t : tensors) {
       TORCH_CHECK(here(t), "this group takes tensors on the device, not on ", t.device());
+      use(storage_of(t), writes, stream_, "exchange");
+      uses[storage_of(t)].known.insert(stream_);
       made.push_back(twin(t));
     }
     return made;
   }
+  c10::intrusive_ptr<c10d::Work> begun(c10::intrusive_ptr<c10d::Work> work, const std::vector<Tensor>& tensors) {
+    Locked held(lock);
+    return c10::make_intrusive<Exchange>(std::move(work), stream_, tensors);
+  }
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  int64_t stream_;
 };
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("tell", [](py::object call) { told = call.is_none() ? nullptr : new py::object(std::move(call)); });
+  m.def("problems", [] { Locked held(lock); return std::exchange(problems, {}); });
   m.def("current_device", [] { return current_device; });
   m.def("set_device", [](int device) { current_device = static_cast<Index>(device); });
   m.def("default_generator", [](int device) { return default_generator(static_cast<Index>(device)); });

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import cases
 import pytest
@@ -15,10 +17,8 @@ from torch import nn
 from train import Spec, train
 
 from distcockpit import DistCockpit, every, open_run
-from pretend.building import loaded
+from pretend.building import DEVICE, loaded
 from pretend.waits import counted
-
-DEVICE = "pretend"
 
 
 def start() -> None:
@@ -32,10 +32,17 @@ def table(store: str, model: str, loss: str, curvature: bool) -> None:
     spec = replace(Spec(store, model, loss), device=DEVICE)
     states = train(0, 1, None, spec, curvature)
     check(spec, states, open_run(store), curvature)
+    in_order()
 
 
-def waits(store: str, model: str, preset: str, layers: int = 0) -> list[tuple[str, str, int]]:
-    """Where a tracked step that checks nothing waits: place, what for, how often."""
+def in_order() -> None:
+    """No stream used what it had to wait for."""
+    problems = loaded().problems()
+    assert not problems, problems
+
+
+def waits(store: str, model: str, preset: str, layers: int = 0, steps: int = 5) -> list[tuple[str, str, int]]:
+    """Where the last of some tracked steps waits: place, what for, how often. The first one checks itself."""
     torch.manual_seed(0)
     net = cases.initialised(model)
     if layers:
@@ -43,13 +50,14 @@ def waits(store: str, model: str, preset: str, layers: int = 0) -> list[tuple[st
     net = net.to(DEVICE)
     optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
     with DistCockpit(net, loss_fn, optimizer, store=store, quantities=preset, schedule=every(1)) as cockpit:
-        for step in range(5):
+        for step in range(steps):
             x, y = (t.to(DEVICE) for t in cases.data(model, "mean", step, 24))
             with counted() as seen:
                 with cockpit.track(step):
                     loss_fn(cockpit(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+    in_order()
     return sorted((place, what, n) for (place, what), n in seen.items())
 
 
@@ -82,6 +90,7 @@ def rank(number: int, size: int, store: str, port: int) -> None:
         states = train(number, size, dist.group.WORLD, spec, curvature=False)
         if number == 0:
             check(replace(spec, device="cpu"), states, open_run(store), curvature=False)
+        in_order()
     finally:
         dist.destroy_process_group()
 
@@ -120,8 +129,40 @@ def like_an_accelerator() -> None:
     assert not torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
     assert torch.equal(first.cpu(), torch.rand(3, device=DEVICE).cpu())
+    assert loaded().problems() == []
+    stray_streams()
     with counted() as seen:
         for wait in (x.sum().item, x.cpu, x.nonzero, lambda: torch.tensor([1.0], device=DEVICE), lambda: x[x > 0]):
             wait()
         torch.zeros(3, device=DEVICE) + 1
     assert sum(seen.values()) == 5, seen
+
+
+def stray_streams() -> None:
+    """What is out of order between streams is seen: reads, writes, and memory that is freed too early."""
+    module, library = torch.get_device_module(DEVICE), loaded()
+    x, side = torch.ones(4, device=DEVICE), module.Stream(DEVICE)
+
+    def on_side(call: Callable[[], Any], waits: bool = True) -> None:
+        if waits:
+            side.wait_stream(module.current_stream())
+        with module.stream(side):
+            call()
+
+    on_side(lambda: x + 1)
+    assert library.problems() == []
+    x.add_(1)  # while the other stream may still read it
+    assert "overwrites" in library.problems()[0]
+    module.current_stream().wait_stream(side)
+    on_side(lambda: x + 1, waits=False)
+    assert "does not wait" in library.problems()[0]
+    y = x * 2
+    on_side(partial(torch.add, y, 1))
+    del y
+    assert "memory is freed" in library.problems()[0]
+    y = x * 2
+    on_side(partial(torch.add, y, 1))
+    y.record_stream(side)
+    del y
+    assert library.problems() == []
+    module.current_stream().wait_stream(side)  # before x is freed

@@ -10,32 +10,53 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import architectures
 import cases
 import pytest
 
-from pretend import programs
+from pretend import alike, programs
 from pretend.building import missing
 
 Call = Callable[..., Any]
 
-MISSING = {"tokens"}
-"""Models with a fused GRU cell, which the device does not have."""
+Wait = tuple[str, str, int]
 
-DIVISOR = ("world.py:_arrived", "event.synchronize", 2)
+DIVISOR: Wait = ("world.py:_arrived", "event.synchronize", 1)
 """How many targets count, and by what the loop divides: needed on the host, sent while the backward pass runs."""
 
-DOUBTFUL = [("gradients/rounding.py:doubtful", what, 1) for what in ("aten::nonzero", "copy to the host")]
+DOUBTFUL: Wait = ("gradients/rounding.py:doubtful", "copy to the host", 1)
 """Layers on sequences: whether float32 sums suffice decides, on all ranks alike, if sums are exchanged once more."""
 
-WAITS = {
-    ("mlp", "economy"): [DIVISOR],
-    ("cnn", "economy"): [DIVISOR],
-    ("tied", "economy"): [DIVISOR],
-    ("scaled", "economy"): [DIVISOR],
-    ("attention", "economy"): sorted([*DOUBTFUL, DIVISOR]),
-    ("mlp", "layers"): [DIVISOR],
-    ("cnn", "layers"): [DIVISOR],
+CHECKS: list[Wait] = [
+    ("capture/capture.py:_fingerprint", "copy to the host", 2),
+    ("capture/signature.py:squared_norms", "copy to the host", 3),
+    ("losses/interpretation.py:_compare", "item", 2),
+    ("losses/interpretation.py:_rest", "item", 1),
+    ("replay/silence.py:on_host", "copy to the host", 2),
+]
+"""A step that checks itself reads its verdicts."""
+
+DIAGONALS: list[Wait] = [("curvature/diagonals.py:_check_targets", "item", 1), ("elsewhere", "item", 1)]
+"""Targets of a curvature that BackPACK computes, which looks at them, too."""
+
+
+def lanczos(products: int) -> list[Wait]:
+    """Each product with the Hessian starts from the host and ends there; the step is rerun once to confirm."""
+    three = [("__call__", "copy to the device"), ("__call__", "copy to the host"), ("_answer", "item")]
+    found: list[Wait] = [(f"curvature/lanczos.py:{place}", what, products) for place, what in three]
+    return [*found, ("tracking/exchanges.py:_confirm", "item", 1)]
+
+
+PLAIN = ("mlp", "sigmoid", "deep", "cnn", "tokens", "tied", "scaled", "eval_batchnorm")
+
+WAITS: dict[tuple[str, str], list[Wait]] = {
+    **{(model, preset): [DIVISOR] for model in PLAIN for preset in ("economy", "layers")},
+    ("attention", "economy"): [DOUBTFUL, DIVISOR],
     ("attention", "layers"): [DIVISOR],
+    ("cnn", "business"): [*DIAGONALS, DIVISOR],
+    ("attention", "business"): [DOUBTFUL, DIVISOR],
+    ("sigmoid", "full"): [*DIAGONALS, *lanczos(22), DIVISOR],
+    ("attention", "full"): [*lanczos(32), DOUBTFUL, DIVISOR],
 }
 """By model and preset: place, what for, how often, at a step that checks nothing."""
 
@@ -60,10 +81,20 @@ def test_it_is_like_an_accelerator(call: Call) -> None:
     call(programs.like_an_accelerator)
 
 
-@pytest.mark.parametrize("model", [name for name in cases.MODELS if name not in MISSING])
+@pytest.mark.parametrize("model", cases.MODELS)
 def test_table(call: Call, tmp_path: Path, model: str) -> None:
     loss = "token_mean" if model == "tied" else "mean"
     call(programs.table, str(tmp_path / "run"), model, loss, model in ("mlp", "cnn", "sigmoid"))
+
+
+@pytest.mark.parametrize("way", alike.WAYS)
+def test_ways_to_train(call: Call, tmp_path: Path, way: str) -> None:
+    call(alike.same_way, str(tmp_path / "run"), way)
+
+
+@pytest.mark.parametrize("name", [name for name in architectures.CASES if name not in alike.MISSING])
+def test_architectures(call: Call, tmp_path: Path, name: str) -> None:
+    call(alike.same_architecture, str(tmp_path / "run"), name)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -80,12 +111,19 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model, preset", list(WAITS))
 def test_where_a_step_waits(call: Call, tmp_path: Path, model: str, preset: str) -> None:
-    assert call(programs.waits, str(tmp_path / "run"), model, preset) == WAITS[model, preset]
+    assert call(programs.waits, str(tmp_path / "run"), model, preset) == sorted(WAITS[model, preset])
 
 
-def test_more_layers_wait_no_more(call: Call, tmp_path: Path) -> None:
-    few, many = (call(programs.waits, str(tmp_path / f"{n}"), "mlp", "economy", n) for n in (1, 5))
-    assert few == many == [DIVISOR]
+@pytest.mark.parametrize("model", ["mlp", "cnn", "tokens", "attention"])
+def test_where_a_step_that_checks_itself_waits(call: Call, tmp_path: Path, model: str) -> None:
+    also = [DOUBTFUL] if model == "attention" else []
+    assert call(programs.waits, str(tmp_path / "run"), model, "economy", 0, 1) == sorted([*CHECKS, DIVISOR, *also])
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_more_layers_wait_no_more(call: Call, tmp_path: Path, steps: int) -> None:
+    few, many = (call(programs.waits, str(tmp_path / f"{n}"), "mlp", "economy", n, steps) for n in (1, 5))
+    assert few == many == sorted([DIVISOR, *(CHECKS if steps == 1 else [])])
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
