@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ from train import first_order
 from distcockpit import DistCockpit, every
 
 torch.set_num_threads(1)
+os.environ["PET_STANDALONE"] = "1"  # of torchrun: a port of its own, as several may run at once
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So it is in a background job of a shell; programs that tests interrupt would inherit it, and never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -74,6 +74,7 @@ def test_the_page_on_loops_lists_them() -> None:
     assert loops.table() in (ROOT / "docs/loops.md").read_text()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="attention takes a slower route there, see architectures.py")
 def test_the_page_on_models_lists_them() -> None:
     """Made by `python tests/helpers/architectures.py`."""
     assert architectures.table() in (ROOT / "docs/models.md").read_text()

@@ -53,7 +53,8 @@ FOLDERS = {
 
 
 FILES_AT_THE_ROOT = {
-    "world": {"replay"},
+    "world": {"replay", "whereabouts"},
+    "whereabouts": set(),
     "notices": set(),
     "schedules": set(),
     "run": {"store"},

@@ -239,7 +239,8 @@ def banded(array: xr.DataArray) -> list[Line | Band]:
 
 def columns(array: xr.DataArray, which: str) -> tuple[Numbers, Numbers]:
     """Edges of columns, and the minimum or maximum of an array [step, rank] within each; every row is read."""
-    reduce: np.ufunc = {"min": np.fmin, "max": np.fmax}[which]
+    kinds: dict[str, Any] = {"min": np.fmin, "max": np.fmax}
+    reduce = kinds[which]
     rows, edges = array.sizes["step"], edges_of(array["step"].values)
     most = max(100, min(800, MOST_CELLS // across(array)))
     starts = np.unique(np.linspace(0, rows, min(most, rows) + 1).astype(int)[:-1])
