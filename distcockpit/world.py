@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcockpit.replay.devices import is_host
 from distcockpit.replay.memory import insist
 from distcockpit.whereabouts import Whereabouts
 
@@ -78,7 +79,7 @@ class Pending:
         self._buffer, self._work, self._explain, self._seconds = buffer, work, explain, seconds
         self._ready = None
         self._result: np.ndarray | None = None
-        if buffer.device.type != "cpu":
+        if not is_host(buffer.device):
             module = torch.get_device_module(buffer.device)
             side = _side_stream(buffer.device) if work is None else module.Stream(buffer.device)
             side.wait_stream(module.current_stream(buffer.device))

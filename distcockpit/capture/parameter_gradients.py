@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distcockpit.capture.signature import signature
 from distcockpit.gradients.factors import rows_of
+from distcockpit.replay.devices import products_round
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -120,15 +121,10 @@ class ParameterGradients:
 
     @property
     def is_rounded(self) -> bool:
-        """True if autograd computes these gradients in less than float32 precision."""
+        """True if autograd computes all of these gradients in less than float32 precision."""
         if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
             return True
-        device = next(iter(self._parameters.values())).device.type
-        try:
-            convolutions = device == "cuda" and torch.backends.cudnn.allow_tf32
-            return torch.get_float32_matmul_precision() != "highest" or convolutions
-        except RuntimeError:  # set separately for each backend, which these do not report
-            return True
+        return products_round()
 
     def watch(self, guarded: Callable[[Hook], Hook] = lambda hook: hook) -> list[Any]:
         """Register hooks on the parameters, which see a gradient before the user's own hooks change it.

@@ -13,9 +13,10 @@ import torch
 from backpack.utils.conv import unfold_input
 from torch import Tensor, nn
 
+from distcockpit.replay.devices import is_host
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ELEMENTS = {"cpu": 2**19}  # of the products formed at once, to stay in a cache
-MOST_ELEMENTS = 2**24  # elsewhere
+ELEMENTS = 2**24, 2**19  # of the products formed at once: elsewhere, and on a CPU, to stay in a cache
 
 
 def weight_diagonal(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated: Any) -> Tensor:
@@ -36,7 +37,7 @@ def weight_diagonal(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated:
     x = x.reshape(n, groups, -1, places).transpose(2, 3)  # [N, g, L, C K]
     shape = groups, module.weight.shape[0] // groups, x.shape[3]
     found = module.weight.new_zeros(shape, dtype=torch.float64)  # a running sum of hundreds of pieces
-    most = ELEMENTS.get(x.device.type, MOST_ELEMENTS) // max(found.numel(), x[0].numel())
+    most = ELEMENTS[is_host(x.device)] // max(found.numel(), x[0].numel())
     for matrix, sign in zip(matrices, signs, strict=True):
         s = matrix.reshape(len(matrix), n, groups, -1, places)
         size = max(1, min(n, most // len(s)))

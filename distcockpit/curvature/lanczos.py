@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distcockpit.capture.batch_norm import batch_statistics
 from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.losses.rerun import replayed_loss
+from distcockpit.replay.devices import without_cudnn
 from distcockpit.world import World
 
 WHICH = ("LM", "LA")
@@ -239,7 +240,7 @@ def twice_differentiable_loss(
     statistics = batch_statistics(micro.passes[0], model)
     with (
         sdpa_kernel(SDPBackend.MATH),
-        _without_cudnn(),
+        without_cudnn(),
         replayed_loss(model, loss_fn, micro, statistics) as (loss, outputs),
     ):
         yield loss, outputs
@@ -254,17 +255,6 @@ def _gradient(
         gradient = list(torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True))
         check_twice_differentiable(gradient)
         yield gradient
-
-
-@contextmanager
-def _without_cudnn() -> Generator[None, None, None]:
-    """Disable cuDNN, whose recurrent layers have no second derivative."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
 
 
 def check_twice_differentiable(gradient: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import Factors
 from distcockpit.gradients.uses import Axis, Blocks, Use, UseRule
+from distcockpit.replay.devices import convolutions_round
 
 Sizes = tuple[int, ...]
 """One number per spatial axis."""
@@ -75,7 +76,7 @@ class ConvolutionRule(UseRule):
     def jvp(self, use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
         """``<delta_i, conv(x_i; V, v)>``."""
         delta, n_axes = use.delta, len(self.stride)
-        if delta.is_cuda and torch.backends.cudnn.allow_tf32:
+        if convolutions_round(delta.device):
             return None  # blocks are in full precision
         v = {name: tensor.to(delta.dtype) for name, tensor in direction.items()}
         if "weight" not in v:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distcockpit.replay.devices import is_host
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -26,7 +28,7 @@ class RandomState:
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
         """Take the current state, for a model on ``device``."""
-        if device.type == "cpu":
+        if is_host(device):
             return cls(torch.get_rng_state())
         return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
 
@@ -64,6 +66,6 @@ def unchanged(device: torch.device, start: RandomState | None = None) -> Generat
 def set_seed(device: torch.device, seed: int) -> None:
     """Seed the CPU generator and that of ``device``, and no other."""
     torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
+    if not is_host(device):
         with torch.get_device_module(device).device(device):
             torch.get_device_module(device).manual_seed(seed)

@@ -259,8 +259,8 @@ class Writer:
 
     def report(self, error: Exception, what: str) -> None:
         """Remember an error until the next successful commit, and log it if it is new."""
-        self._notices.when_new("store", f"{what} ({type(error).__name__}: {error}).", str(error))
         self.error = error
+        self._notices.when_new("store", f"{what} ({type(error).__name__}: {error}).", str(error))
 
 
 def at_exit(function: Callable[[], None]) -> None:

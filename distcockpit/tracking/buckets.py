@@ -19,12 +19,14 @@ from torch import Tensor
 
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.gradients import kernels
+from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.gradients.factors import WHOLE, rows_of
 from distcockpit.gradients.rounding import Calls, RoundedNorms, calls_by_parameter, doubtful, sums_over_sequences
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.quantities.batch import Averaged, BucketSums, Shard
+from distcockpit.replay.devices import convolutions_round
 from distcockpit.tracking.exchanges import AVERAGED, MEAN, SQUARES, Exchanges, Pooled, elements
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.reductions import Reductions
@@ -90,6 +92,7 @@ class BucketWalk:
         active = inputs.active
         self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
         self._subtracts_squares = active.subtracts_squares
+        self._rounded = rounded_convolutions(inputs, setup.device)
         self._factor = None if setup.batch_statistics_are_constants else factor_of_autograds(inputs)
         self._calls: Calls = calls_by_parameter(batches) if self._subtracts_squares else {}
         self._index = {name: k for k, name in enumerate(setup.tracked)}
@@ -133,6 +136,7 @@ class BucketWalk:
             name: part
             for name in (factors if self._subtracts_squares else rows)
             if self._factor is not None
+            and name not in self._rounded
             and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
         }
         rounds = self._subtracts_squares and exchanges.rounds
@@ -149,7 +153,7 @@ class BucketWalk:
         if SQUARES in exchanges.kinds:
             adding = PowerSums(there, _first(rows))
         elif MEAN in exchanges.kinds:
-            in_double = self._subtracts_squares or inputs.parameter_gradients.is_rounded
+            in_double = self._subtracts_squares or bool(self._rounded) or inputs.parameter_gradients.is_rounded
             adding = GradientSum(there, _first(rows), in_double=in_double)
         self._walk(exact, rows, [*self._statistics, *([] if adding is None else [adding])])
         if adding is not None:
@@ -292,6 +296,18 @@ def cut(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Cut a vector into tensors of these shapes, by name."""
     parts = flat.split([shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def rounded_convolutions(inputs: StepInputs, device: torch.device) -> set[str]:
+    """Return the parameters whose gradients autograd rounds to less than float32, because it convolves for them.
+
+    Calls that are run again may contain a convolution, too.
+    """
+    if not convolutions_round(device):
+        return set()
+    uses = [use for micro in inputs.captured for use in micro.uses]
+    convolving = [use for use in uses if use.closed is None or isinstance(use.closed, ConvolutionRule)]
+    return {name for use in convolving for name in use.layer.parameters.values()}
 
 
 def factor_of_autograds(inputs: StepInputs) -> float | Tensor | None:

@@ -13,7 +13,7 @@ from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
 from distcockpit.replay.devices import sent
 from distcockpit.replay.memory import insist, is_out_of_memory, release
-from distcockpit.tracking.buckets import factor_of_autograds
+from distcockpit.tracking.buckets import factor_of_autograds, rounded_convolutions
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
 from distcockpit.tracking.packed import Layout, pack
@@ -40,7 +40,8 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
     setup, active = session.setup, inputs.active
     rows = [q for q in active if not active.needs[q.name].displacement]
     selection = (tuple(q.name for q in rows), tuple(q.name for q in inputs.starting), inputs.update is not None)
-    if active.takes_autograds_sums and factor_of_autograds(inputs) is None:
+    is_rounded = bool(rounded_convolutions(inputs, setup.device))
+    if active.takes_autograds_sums and (is_rounded or factor_of_autograds(inputs) is None):
         session.keep_calls()
     agreements = session.agreements
     computed = _compute(session, inputs, rows, agreements.layout_of(selection), agreements.replicated_of(selection))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import architectures
 import cases
@@ -45,12 +46,13 @@ def run(
     scale: float = 1.0,
     halves: bool = False,
     steps: int = 4,
+    rate: float = 0.1,
 ) -> None:
     """Four tracked steps, possibly in two programs."""
     checkpoint, parts = {}, (range(2), range(2, steps)) if halves else (range(steps),)
     for part in parts:
         net = wrap(cases.initialised(model)).to(device)
-        optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
+        optimizer, loss_fn = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9), nn.CrossEntropyLoss()
         scaler = torch.amp.GradScaler(device, init_scale=scale, enabled=scale != 1)
         cockpit = DistCockpit(net, loss_fn, optimizer, store=store, quantities=preset, schedule=every(1), mode="a")
         if checkpoint:
@@ -134,6 +136,21 @@ def same_architecture(store: str, name: str) -> None:
                         case.train(cockpit, batch, loss_fn).backward()
                     optimizer.step()
     compare(open_run(f"{store}-cpu"), open_run(f"{store}-{DEVICE}"), case.rtol)
+
+
+def rounded(store: str, known: bool) -> None:
+    """Where the device rounds the gradients of kernels, which is known or not."""
+    chosen = [quantities.GradNorm()]
+    loaded().round_convolutions(True)
+    try:
+        for device in ("cpu", DEVICE):
+            with mock.patch(
+                "distcockpit.tracking.buckets.convolutions_round", lambda where: known and where.type == DEVICE
+            ):
+                run(device, f"{store}-{device}", "cnn", chosen, steps=3, rate=0.0)
+    finally:
+        loaded().round_convolutions(False)
+    compare(open_run(f"{store}-cpu"), open_run(f"{store}-{DEVICE}"), 1e-5)
 
 
 def compare(cpu: xr.DataTree, device: xr.DataTree, rtol: float = 2e-4) -> None:

@@ -504,6 +504,8 @@ Tensor convolution(
   return wrapped(at::convolution_symint(twin(input), twin(weight), b, stride, padding, dilation, transposed, output_padding, groups), input.device().index());
 }
 
+bool rounds = false;  // gradients of kernels, as cuDNN does by default; here all in one direction
+
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
@@ -515,6 +517,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   auto [x, w, b] = at::convolution_backward_symint(
       twin(grad), twin(input), twin(weight), c10::SymIntArrayRef(&channels, 1), stride, padding, dilation, transposed, output_padding, groups, mask);
   auto device = input.device().index();
+  if (rounds) w = w * 1.0005;
   return {wrapped(x, device), wrapped(w, device), wrapped(b, device)};
 }
 
@@ -670,6 +673,7 @@ struct Collectives final : c10d::Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("tell", [](py::object call) { told = call.is_none() ? nullptr : new py::object(std::move(call)); });
+  m.def("round_convolutions", [](bool yes) { rounds = yes; });
   m.def("problems", [] { Locked held(lock); return std::exchange(problems, {}); });
   m.def("current_device", [] { return current_device; });
   m.def("set_device", [](int device) { current_device = static_cast<Index>(device); });

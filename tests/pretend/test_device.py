@@ -133,5 +133,12 @@ def test_autocast(call: Call, tmp_path: Path, kind: str) -> None:
     call(programs.autocast_alike, str(tmp_path / "run"), kind)
 
 
+def test_rounded_convolutions(call: Call, tmp_path: Path) -> None:
+    """Where cuDNN rounds, gradients of kernels are added up from individual ones; elsewhere, autograd's are taken."""
+    call(alike.rounded, str(tmp_path / "known"), True)
+    with pytest.raises(AssertionError):
+        call(alike.rounded, str(tmp_path / "unknown"), False)
+
+
 def test_training_is_unchanged(call: Call, tmp_path: Path) -> None:
     call(programs.training_is_unchanged, str(tmp_path / "run"))

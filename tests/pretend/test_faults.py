@@ -65,7 +65,7 @@ FAULTS = {
         "does not wait|Not equal",
     ),
     "a device that is no CUDA device": Fault(
-        WORLD, 'if buffer.device.type != "cpu":', 'if buffer.device.type == "cuda":', SAME, "numpy"
+        DEVICES, '    return device.type == "cpu"\n', '    return device.type != "cuda"\n', SAME, "numpy"
     ),
     "a header on the device's group": Fault(
         WORLD,
