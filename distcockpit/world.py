@@ -119,13 +119,15 @@ class Pending:
         """Wait for the all-reduce, which the device alone would do forever if a rank does not come.
 
         Raises:
-            RuntimeError: If it takes too long.
+            RuntimeError: If it takes too long, or fails.
         """
         ends = time.monotonic() + self._seconds
         while self._work is not None and not self._work.is_completed():
             if time.monotonic() > ends:
                 raise RuntimeError(f"The all-reduce was not done after {self._seconds:g} s.")
             time.sleep(1e-4)
+        if self._work is not None and not self._work.is_success():
+            raise RuntimeError("The all-reduce failed.")
 
     def done(self) -> bool:
         """True if ``result`` would return immediately."""

@@ -175,7 +175,28 @@ def bare_module(model: nn.Module) -> nn.Module:
                 f"Parameter '{name}' is a DTensor, so each rank holds only a shard of it (tensor parallelism, "
                 "fully_shard). Only whole parameters are supported: use DistributedDataParallel."
             )
+    check_devices(bare)
     return bare
+
+
+def check_devices(bare: nn.Module) -> None:
+    """Check that the model is on one device, with memory of its own.
+
+    Raises:
+        ValueError: If not; names parameters and a way out.
+    """
+    on = {p.device: name for name, p in reversed(list(bare.named_parameters()))}  # with its first parameter
+    if any(device.type == "meta" for device in on):
+        raise ValueError(
+            f"Parameter '{on[torch.device('meta')]}' is on the meta device: it has no values yet. Call "
+            "model.to_empty(device=...) and initialise the parameters before you pass the model to DistCockpit."
+        )
+    if len(on) > 1:
+        where = ", ".join(f"'{name}' on {device}" for device, name in reversed(on.items()))
+        raise ValueError(
+            f"The model ({type(bare).__name__}) is spread over several devices: {where}. Each rank must hold its model "
+            "on one device: use more ranks with DistributedDataParallel, or wrap only the part of one device."
+        )
 
 
 Optimizers = Mapping[str, torch.optim.Optimizer]

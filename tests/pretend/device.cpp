@@ -609,7 +609,7 @@ struct Exchange final : c10d::Work {
   std::exception_ptr exception() const override { return gloo_->exception(); }
   bool wait(std::chrono::milliseconds timeout) override {  // the stream waits, the host does not
     { Locked held(lock); merge(clocks[current_stream], clock_); }
-    enqueue([gloo = gloo_] { gloo->wait(); }, {}, [gloo = gloo_] { return gloo->isCompleted(); });
+    enqueue([gloo = gloo_] { try { gloo->wait(); } catch (...) {} /* a device has no exceptions */ }, {}, [gloo = gloo_] { return gloo->isCompleted(); });
     return true;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {

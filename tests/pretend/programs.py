@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import cases
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from checks import check
 from torch import Tensor, nn
 from train import Spec, train
+from zarr.storage import MemoryStore
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit.world import Pending
@@ -93,6 +96,40 @@ def autocast_alike(store: str, kind: str = "bfloat16") -> None:
     found = autocast(store, kind)
     assert found[DEVICE] == pytest.approx(found["cpu"], rel=5e-3), found
     assert len(Product.types) > 6 and set(Product.types) == {getattr(torch, kind)}, Product.types
+
+
+def several_devices() -> None:
+    """A model in two parts is refused by name; one on the second device is not."""
+    net = nn.Sequential(nn.Linear(4, 3).to("pretend:0"), nn.Linear(3, 2).to("pretend:1"))
+    with pytest.raises(ValueError, match="'0.weight' on pretend:0, '1.weight' on pretend:1"):
+        DistCockpit(net, None, store="never")
+    with torch.get_device_module(DEVICE).device("pretend:1"):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to("pretend:1")
+        with DistCockpit(net, None, store=MemoryStore(), schedule=every(1)) as cockpit:
+            for step in range(2):
+                with cockpit.track(step):
+                    cockpit(torch.ones(5, 4, device="pretend:1")).square().sum(1).mean().backward()
+    in_order()
+
+
+def dead_peer(number: int, port: int, folder: str, how: str) -> None:
+    """Rank 1 exits or hangs before the sums of a step; rank 0 writes down what it is told."""
+    start()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
+    dist.init_process_group("pretend_ccl")
+    net, told = cases.initialised("mlp").to(DEVICE), []
+    try:
+        with DistCockpit(net, None, store=f"{folder}/run", schedule=every(1), timeout_seconds=6) as cockpit:
+            for step in range(9):
+                x, y = (t.to(DEVICE) for t in cases.data("mlp", "mean", step, 24))
+                if step == 2 and number == 1:
+                    dist.all_reduce = lambda *a, **k: os._exit(1) if how == "exits" else time.sleep(10**6)
+                with cockpit.track(step):
+                    nn.functional.cross_entropy(cockpit(x), y).backward()
+    except RuntimeError as error:
+        told.append(str(error))
+    Path(folder, f"told{number}").write_text("".join(told))
+    os._exit(0)
 
 
 def nobody_waits() -> None:

@@ -68,6 +68,12 @@ def available() -> None:
         pytest.skip(why)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
     """Calls a function in a process that has the device."""
@@ -101,9 +107,7 @@ def test_architectures(call: Call, tmp_path: Path, name: str) -> None:
 def test_ranks(tmp_path: Path, size: int, backend: str) -> None:
     """Tensors on the device go to groups that take them, as NCCL's do, and what is on the host goes to gloo."""
     available()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
         store = str(tmp_path / "run")
         all_of_them = [pool.submit(programs.rank, number, size, store, port, backend) for number in range(size)]
@@ -138,6 +142,25 @@ def test_rounded_convolutions(call: Call, tmp_path: Path) -> None:
     call(alike.rounded, str(tmp_path / "known"), True)
     with pytest.raises(AssertionError):
         call(alike.rounded, str(tmp_path / "unknown"), False)
+
+
+@pytest.mark.parametrize("how", ["exits", "hangs"])
+def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
+    """The sums never arrive: the host does not wait beyond `timeout_seconds`, and says who is missing."""
+    available()
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    ranks = [context.Process(target=programs.dead_peer, args=(k, port, str(tmp_path), how)) for k in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join()
+    ranks[1].kill()
+    told = (tmp_path / "told0").read_text()
+    assert "Missing: rank 1 (last seen in tracked step 2). Waiting: rank 0 (in tracked step" in told
+    assert "timeout_seconds=6" in told
+
+
+def test_several_devices(call: Call) -> None:
+    call(programs.several_devices)
 
 
 def test_training_is_unchanged(call: Call, tmp_path: Path) -> None:

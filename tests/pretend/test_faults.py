@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import pytest
 from paths import ROOT
 from waiting import HANG
 
-from pretend.test_device import available
+from pretend.test_device import available, free_port
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,7 @@ exec(sys.argv[3])
 
 
 def run(package: Path, tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     paths = [str(package), str(ROOT / "tests"), str(ROOT / "tests/helpers")]
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), str(port), program],

@@ -110,6 +110,16 @@ CONSTRUCTION: dict[str, tuple[Callable[[Path], Any], type[Exception], list[str]]
         ValueError,
         ["'second.weight'", "shared", "'first'"],
     ),
+    "model without values": (
+        lambda p: DistCockpit(nn.Linear(2, 2, device="meta"), None, store=p / "run"),
+        ValueError,
+        ["'weight' is on the meta device", "to_empty"],
+    ),
+    "model that is in part without values": (
+        lambda p: DistCockpit(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), None, store=p / "run"),
+        ValueError,
+        ["'1.weight' is on the meta device"],
+    ),
     "loss that is no loss": (
         lambda p: construct(p, loss_fn="cross_entropy"),
         TypeError,
