@@ -119,7 +119,7 @@ def _told_apart(
                 return Owners(dict.fromkeys(mine, axis))
     found = _found(terms, outputs, mine)
     for axis in candidates:
-        numbers = _numbers(terms.shape, axis, *sizes)
+        numbers = _numbers(terms, axis, *sizes)
         if all(torch.equal(of.where(of >= 0, numbers), numbers) and bool((of >= 0).any()) for of in found.values()):
             owners = torch.stack([of >= 0 for of in found.values()]).sum(0)
             if len(mine) == 1 or bool((owners != 1).all()):
@@ -127,10 +127,10 @@ def _told_apart(
     return Owners(found)
 
 
-def _numbers(shape: torch.Size, axis: Axis, n: int) -> Tensor:
-    """Return the sample of each flattened term, if the batch is on this axis; on the host."""
-    rows = to_front(torch.zeros(shape, dtype=torch.int64, device="cpu"), axis).clone()
-    rows += torch.arange(n, device="cpu").view(-1, *[1] * (rows.dim() - 1))
+def _numbers(terms: Tensor, axis: Axis, n: int) -> Tensor:
+    """Return the sample of each flattened term, if the batch is on this axis."""
+    rows = to_front(torch.zeros(terms.shape, dtype=torch.int64, device=terms.device), axis).clone()
+    rows += torch.arange(n, device=terms.device).view(-1, *[1] * (rows.dim() - 1))
     return from_front(rows, axis).reshape(-1)
 
 

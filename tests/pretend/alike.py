@@ -10,6 +10,8 @@ from unittest import mock
 import architectures
 import cases
 import numpy as np
+import objective_runs
+import objectives
 import torch
 import xarray as xr
 from torch import Tensor, nn
@@ -136,6 +138,34 @@ def same_architecture(store: str, name: str) -> None:
                         case.train(cockpit, batch, loss_fn).backward()
                     optimizer.step()
     compare(open_run(f"{store}-cpu"), open_run(f"{store}-{DEVICE}"), case.rtol)
+
+
+def same_loss(store: str, name: str) -> None:
+    """Three steps with a loss as people write it, in two micro-batches."""
+    objective = objectives.OBJECTIVES[name]
+    chosen = [quantities.Loss(), quantities.GradNorm(), quantities.NormTest(), quantities.Alpha()]
+    for device in ("cpu", DEVICE):
+        net = objective_runs.initialised(objective).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=objective.rate)
+        weights = mock.patch.object(objectives, "WEIGHT", objectives.WEIGHT.to(device))
+        where = torch.device(device)  # of what the loss makes itself
+        with weights, where, DistCockpit(net, None, optimizer, store=f"{store}-{device}", quantities=chosen) as cockpit:
+            for step in range(3):
+                with torch.device("cpu"):
+                    batch = objective_runs.data(step)
+                    known = float((batch.tokens != -100).sum()), float(objectives.WEIGHT.cpu()[batch.y].sum())
+                optimizer.zero_grad()
+                with cockpit.track(10 * step):
+                    parts = zip(batch.x.tensor_split(2), batch.y.tensor_split(2), strict=True)
+                    for x, y in ((x.to(device), y.to(device)) for x, y in parts):
+                        d = objectives.Data(x, y, 2, 1, *known)
+                        roots = objective.loss(objective.call(cockpit, d), d, net)
+                        divisor = 2 if objective.divides else 1
+                        objective.backward(
+                            roots / divisor if isinstance(roots, Tensor) else [r / divisor for r in roots]
+                        )
+                optimizer.step()
+    compare(open_run(f"{store}-cpu"), open_run(f"{store}-{DEVICE}"))
 
 
 def rounded(store: str, known: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import architectures
 import cases
+import objectives
 import pytest
 
 from pretend import alike, programs
@@ -101,6 +102,12 @@ def test_ways_to_train(call: Call, tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize("name", [name for name in architectures.CASES if name not in alike.MISSING])
 def test_architectures(call: Call, tmp_path: Path, name: str) -> None:
     call(alike.same_architecture, str(tmp_path / "run"), name)
+
+
+@pytest.mark.parametrize("name", [name for name in objectives.OBJECTIVES if "pos_weight" not in name])
+def test_losses(call: Call, tmp_path: Path, name: str) -> None:
+    """But for one that has a constant on the CPU."""
+    call(alike.same_loss, str(tmp_path / "run"), name)
 
 
 @pytest.mark.parametrize("size, backend", [(2, "pretend_ccl"), (4, "cpu:gloo,pretend:pretend_ccl")])
