@@ -12,7 +12,7 @@ CHUNK = 1 << 21  # elements binned at a time: 8 MiB of float32, 16 MiB of slot n
 
 def slots(values: Tensor, limits: Tensor) -> Tensor:
     """Return the slot number of every value."""
-    number = torch.bucketize(values, limits, right=True)
+    number = torch.bucketize(values.contiguous(), limits, right=True)
     return torch.where(values.isnan(), limits.numel() + 1, number)
 
 
