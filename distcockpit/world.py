@@ -25,7 +25,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -206,7 +206,9 @@ class World:
         # The store is kept by the host of the first rank of all, as far as torchrun and the usual set-ups go.
         keeper = hosts[ranks.index(0)] if 0 in ranks else ""
         store = getattr(self._header, "get_group_store", lambda: None)()
-        self._whereabouts = Whereabouts(store and store.clone(), self.rank, hosts, keeper)
+        with suppress(RuntimeError):  # stores of another kind cannot be cloned
+            store = store and store.clone()
+        self._whereabouts = Whereabouts(store, self.rank, hosts, keeper)
 
     # -- who is where --------------------------------------------------------------------------------------------------
 

@@ -93,14 +93,14 @@ def _mixed_up(
     inputs = [t for t in made if t.dim() > axes.batch_dim and t.shape[axes.batch_dim] == n][:1]
     found: set[tuple[str, str]] = set()
     silent = torch.zeros(0)
-    looked: list[
-        tuple[Use | None, Tensor]
-    ] = []  # whether a gradient reached rows that should be zero: of a call, or the inputs
+    looked: list[Use | None] = []  # calls, or None for the inputs
+    flags: list[Tensor] = []  # whether the gradient reached rows that should be zero
 
     def look(use: Use, position: int, gradient: Tensor) -> None:
         axis = use.axes[position]
         if axis is not None and silent.numel():
-            looked.append((use, reaches(silent.to(gradient.device), to_front(gradient, axis))))
+            looked.append(use)
+            flags.append(reaches(silent.to(gradient.device), to_front(gradient, axis)))
 
     with _recaptured(model, forward, layers, axes, constant_statistics, look) as (again, outputs):
         arrived = {k: g.to(outputs[k].dtype) for k, g in forward.output_gradients.items()}
@@ -117,13 +117,10 @@ def _mixed_up(
             masked = [_without(silent, g, forward.axes[k]) for k, g in zip(rows, total, strict=True)]
             arrived_at = torch.autograd.grad(starts, ends, masked, allow_unused=True, retain_graph=True)
             for gradient in arrived_at[: len(inputs)]:
-                if gradient is not None:  # the inputs
-                    looked.append((None, reaches(silent.to(gradient.device), gradient.movedim(axes.batch_dim, 0))))
-        astray = [
-            use
-            for (use, _), is_reached in zip(looked, on_host([flag for _, flag in looked]), strict=True)
-            if is_reached
-        ]
+                if gradient is not None:
+                    looked.append(None)
+                    flags.append(reaches(silent.to(gradient.device), gradient.movedim(axes.batch_dim, 0)))
+        astray = [use for use, is_reached in zip(looked, on_host(flags), strict=True) if is_reached]
         mixed = None in astray
         for use in dict.fromkeys(use for use in astray if use is not None):
             found |= {(use.layer.scope, name) for name in use.layer.parameters.values()}
