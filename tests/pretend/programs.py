@@ -112,6 +112,27 @@ def several_devices() -> None:
     in_order()
 
 
+def default_group(number: int, port: int, folder: str) -> None:
+    """The group of `init_process_group()`, which chooses the backend itself; DDP does not take it on such a device."""
+    start()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
+    dist.init_process_group()
+    x, y = cases.data("mlp", "mean", 0, 24)
+    mine, whole = slice(15 * number, 15 + 9 * number), cases.initialised("mlp")
+    net = cases.initialised("mlp").to(DEVICE)
+    with DistCockpit(net, None, store=f"{folder}/run", schedule=every(1)) as cockpit, cockpit.track(0):
+        nn.functional.cross_entropy(cockpit(x[mine].to(DEVICE)), y[mine].to(DEVICE)).backward()
+    in_order()
+    if number == 0:
+        loss = nn.functional.cross_entropy(whole(x), y)
+        gradients = torch.autograd.grad(loss, list(whole.parameters()))
+        run = open_run(f"{folder}/run")
+        assert run["loss"]["loss"].values == pytest.approx([loss.item()], rel=1e-5)
+        norm = torch.stack([g.norm() for g in gradients]).norm().item()
+        assert run["grad_norm"]["total"].values == pytest.approx([norm], rel=1e-4)
+    dist.destroy_process_group()
+
+
 def dead_peer(number: int, port: int, folder: str, how: str) -> None:
     """Rank 1 exits or hangs before the sums of a step; rank 0 writes down what it is told."""
     start()

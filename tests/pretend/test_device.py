@@ -157,6 +157,14 @@ def test_rounded_convolutions(call: Call, tmp_path: Path) -> None:
         call(alike.rounded, str(tmp_path / "unknown"), False)
 
 
+def test_the_default_group(tmp_path: Path) -> None:
+    available()
+    port = free_port()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for one in [pool.submit(programs.default_group, k, port, str(tmp_path)) for k in range(2)]:
+            one.result()
+
+
 @pytest.mark.parametrize("how", ["exits", "hangs"])
 def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
     """The sums never arrive: the host does not wait beyond `timeout_seconds`, and says who is missing."""
