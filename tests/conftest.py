@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,9 @@ from train import first_order
 from distcockpit import DistCockpit, every
 
 torch.set_num_threads(1)
-os.environ["PET_STANDALONE"] = "1"  # of torchrun: a port of its own, as several may run at once
+with socket.socket() as free:  # the port of torchrun: each worker its own, as several may run at once
+    free.bind(("127.0.0.1", 0))
+    os.environ["PET_MASTER_PORT"] = str(free.getsockname()[1])
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # So it is in a background job of a shell; programs that tests interrupt would inherit it, and never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)

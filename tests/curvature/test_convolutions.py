@@ -32,7 +32,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_it_is_backpacks(monkeypatch: Any, name: str, curvature: str, most: int) -> None:
     """Whatever is formed at once: one product, some, or all."""
-    monkeypatch.setitem(convolutions.ELEMENTS, "cpu", most)
+    monkeypatch.setattr(convolutions, "ELEMENTS", (most, most))
     first, second, shape = CONVOLUTIONS[name]
     net, x, y = (
         nn.Sequential(first, nn.Sigmoid(), second, nn.Flatten()),

@@ -64,7 +64,7 @@ FAULTS = {
         "does not wait|Not equal",
     ),
     "a device that is no CUDA device": Fault(
-        DEVICES, '    return device.type == "cpu"\n', '    return device.type != "cuda"\n', SAME, "numpy"
+        DEVICES, '    return device.type == "cpu"\n', '    return device.type != "cuda"\n', SAME, "same device"
     ),
     "a header on the device's group": Fault(
         WORLD,
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "a tensor made on the device from numbers": Fault(
         DEVICES,
-        '        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)\n',
+        "        return host if is_host(device) else host.pin_memory().to(device, non_blocking=True)\n",
         "        return torch.tensor(host.tolist(), dtype=dtype, device=device)\n",
         WAITS,
         "copy to the device",
