@@ -200,7 +200,10 @@ class World:
             if among_themselves:
                 _count_alike(self.group, self.rank)
             self._header = dist.new_group(ranks, backend="gloo", **options)
-            self._sums = dist.new_group(ranks, backend=str(dist.get_backend_config(self.group)), **options)
+            backend = dist.get_backend(self.group)
+            if backend == "undefined":  # of a group with one for each device, as `init_process_group()` makes
+                backend = str(dist.get_backend_config(self.group))
+            self._sums = dist.new_group(ranks, backend=backend, **options)
             hosts: list[Any] = [None] * self.size
             dist.all_gather_object(hosts, socket.gethostname(), group=self._header)
         # The store is kept by the host of the first rank of all, as far as torchrun and the usual set-ups go.
