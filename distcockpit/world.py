@@ -200,7 +200,7 @@ class World:
             if among_themselves:
                 _count_alike(self.group, self.rank)
             self._header = dist.new_group(ranks, backend="gloo", **options)
-            backend = dist.get_backend(self.group)
+            backend: str = dist.get_backend(self.group)
             if backend == "undefined":  # of a group with one for each device, as `init_process_group()` makes
                 backend = str(dist.get_backend_config(self.group))
             self._sums = dist.new_group(ranks, backend=backend, **options)
