@@ -42,7 +42,7 @@ class Whereabouts:
             try:
                 self._store.set(self._keys[self._rank], line)
             except RuntimeError:  # the store is gone; the next exchange will fail, too
-                self._store = None
+                self._store, self._told = None, self._unreachable()
 
     def describe(self) -> str:
         """Say which ranks are missing, after a few seconds in which those that wait as this one does say so."""
@@ -60,7 +60,7 @@ class Whereabouts:
             try:
                 store.set(self._keys[self._rank], self._line + WAITS)
                 time.sleep(GRACE_SECONDS)
-                lines.extend(line.decode() for line in store.multi_get(self._keys))
+                lines.extend([line.decode() for line in store.multi_get(self._keys)])
             except RuntimeError:
                 pass
 
