@@ -117,6 +117,16 @@ def test_the_code_of_readme_and_pages_runs(tmp_path: Path, monkeypatch: pytest.M
     assert open_run("own")["hardest_sample"]["loss"].values == pytest.approx([each.max().item()], rel=1e-6)
 
 
+def test_the_page_on_your_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,), (shown,) = blocks("python", "docs/own_model.md"), blocks("text", "docs/own_model.md")
+    exec(compile(code, "own_model.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.startswith(shown)
+    assert len(list(tmp_path.glob("runs/20*.zarr"))) == 1
+
+
 def test_a_page_shows_the_quantity_of_the_example() -> None:
     example = (ROOT / "examples/custom_quantity.py").read_text()
     shown = example[example.index("@dataclass") : example.index("def main")].strip()
