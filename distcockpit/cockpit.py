@@ -40,6 +40,7 @@ from distcockpit.tracking.arguments import (
     bare_module,
     check,
     check_optimizers,
+    check_shards,
     chosen_quantities,
     description,
     loss_module,
@@ -52,6 +53,7 @@ from distcockpit.tracking.recorder import Recorder
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.setup import Setup, model_facts
 from distcockpit.tracking.shadow import JoinableCockpit
+from distcockpit.tracking.sharded import last_update
 from distcockpit.tracking.shutdown import in_words
 from distcockpit.tracking.step import TrackedStep
 from distcockpit.tracking.userlog import UserLog
@@ -170,6 +172,7 @@ class DistCockpit(JoinableCockpit):
             unwritten = memory_in_bytes("unwritten_budget", options.unwritten_budget)
             check_store(store, mode)
             bare = bare_module(model)
+            check_shards(bare, world.ranks, track_batchnorm=track_batchnorm)
             optimizers = named_optimizers(optimizer)
             layers = find_layers(bare, include, exclude)
             check_optimizers(optimizers, bare)
@@ -228,7 +231,9 @@ class DistCockpit(JoinableCockpit):
                     logger.warning("distcockpit: %s", why)
         first, self.store = world.all_gather_object((None if run is None else run.first_step, name))[0]
         notices = Notices() if recorder is None else recorder.notices
-        self._session = Session(setup, recorder, cover, notices, first, farewell=Farewell(self.store))
+        self._session = Session(
+            setup, recorder, cover, notices, first, last_update=last_update, farewell=Farewell(self.store)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

@@ -174,7 +174,7 @@ class World:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 1800.0) -> None:
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.ranks = 0, 1, [0]
         self.timeout_seconds = timeout_seconds
         self._broken = ""
         self._traffic = Traffic()
@@ -185,9 +185,9 @@ class World:
             return
         self.group = process_group if process_group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        ranks = self.ranks = list(dist.get_process_group_ranks(self.group))
         if self.size == 1:
             return
-        ranks = dist.get_process_group_ranks(self.group)
         among_themselves = len(ranks) < dist.get_world_size()
         # Groups created by a subset of ranks are named after their ranks; torch reuses the name, and with it stale
         # addresses, once such a group is destroyed. They are kept until torch.distributed ends.
@@ -212,6 +212,11 @@ class World:
         with suppress(RuntimeError):  # stores of another kind cannot be cloned
             store = store and store.clone()
         self._whereabouts = Whereabouts(store, self.rank, hosts, keeper)
+
+    @property
+    def is_broken(self) -> bool:
+        """True if an exchange failed; those that follow would fail, too."""
+        return bool(self._broken)
 
     # -- who is where --------------------------------------------------------------------------------------------------
 

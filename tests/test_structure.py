@@ -57,6 +57,7 @@ FILES_AT_THE_ROOT = {
     "whereabouts": set(),
     "notices": set(),
     "schedules": set(),
+    "shards": set(),
     "run": {"store"},
     "sinks": {"store"},
     "presets": {"quantities", "schedules"},

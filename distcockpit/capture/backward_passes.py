@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from distcockpit.gradients.uses import Use
+from distcockpit.shards import is_sharded
 
 
 class BackwardPasses:
@@ -28,7 +29,8 @@ class BackwardPasses:
         if run not in self._reached and not isinstance(what, Use):
             layers = {id(u.layer): u for uses in self._reached.values() for u in uses if isinstance(u, Use)}
             names = {name for use in layers.values() for name in use.layer.parameters.values()}
-            self._cleared += [p for p in map(self._model.get_parameter, names) if p.grad is None]
+            if not is_sharded(self._model):  # where .grad may wait for the last micro-batch (no synchronisation)
+                self._cleared += [p for p in map(self._model.get_parameter, names) if p.grad is None]
         self._reached[run].append(what)
 
     def check_layers(self) -> None:

@@ -26,6 +26,7 @@ from distcockpit.replay.batch_norms import training_batchnorms
 from distcockpit.replay.memory import is_out_of_memory
 from distcockpit.replay.snapshot import Attributes
 from distcockpit.replay.trees import map_tensors, tensors
+from distcockpit.shards import stood_in
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class BatchAxes:
         if first.writes_parameters:
             self._give_up("its forward writes to its parameters")
             return
-        seen = self._call_with_one_more(model, first, functions)
+        with stood_in(model):
+            seen = self._call_with_one_more(model, first, functions)
         if seen is None:
             return
         self._met_unknown, before = False, sum(map(len, self._known.values()))

@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ from distcockpit.replay.memory import release
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
+from distcockpit.shards import Shards, is_piece, local
 
 Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
 """What to keep of an output, and for which layers."""
@@ -100,6 +101,7 @@ class Capture:
         goes_on: Whether a fault only costs this step, and does not end the run.
         copies: Whether to copy the model's arguments, which the user may overwrite as soon as it has returned.
         tracked: The tracked parameters, by name, for a step of the loop; ``None`` for a second pass.
+        shards: Of a sharded model.
         look: Called with the gradients at outputs of calls as they arrive, instead of keeping them.
     """
 
@@ -121,9 +123,12 @@ class Capture:
         goes_on: bool = False,
         wrappers: Sequence[nn.Module] = (),
         tracked: Mapping[str, Tensor] | None = None,
+        shards: Shards | None = None,
         look: Callable[[Use, int, Tensor], None] | None = None,
     ) -> None:
-        self._look = look
+        self._look, self._shards = look, shards
+        self._leaves: dict[str, nn.Parameter] = {}  # that stand for sharded parameters, once they were whole
+        self._uncast: list[Tensor] = []  # what a sharded module was given
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
         self._batch_size, self._keeps_calls = batch_size, keeps_calls
@@ -168,6 +173,9 @@ class Capture:
         self._open = True
         _running.append(self)
         keep = self._handles.append
+        for path, module in ({} if self._shards is None else self._shards.modules).items():  # around FSDP's own hooks
+            keep(module.register_forward_pre_hook(Hook(self._enter_sharded), with_kwargs=True, prepend=True))
+            keep(module.register_forward_pre_hook(Hook(self._unsharded(path)), with_kwargs=True))
         keep(self._model.register_forward_pre_hook(Hook(self._enter_model), with_kwargs=True, prepend=True))
         for layer in self._layers:
             if layer.module is self._functions:
@@ -189,9 +197,10 @@ class Capture:
                 keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
         if self._loss.module is not None:
             keep(self._loss.module.register_forward_hook(Hook(self._leave_loss), with_kwargs=True, prepend=True))
-        self._handles += self.parameter_gradients.watch(lambda hook: functools.partial(self._see, hook))
+        self._handles += self.parameter_gradients.watch(self._guarded)
         if self._is_loops:
-            self._handles += [first_hook(p, self._kept_apart) for p in self._model.parameters() if p.requires_grad]
+            own = (p for p in self._model.parameters() if p.requires_grad and not is_piece(p))
+            self._handles += [first_hook(p, self._kept_apart) for p in own]
         if self._is_loops:
             for module in {id(m): m for m in (*self._wrappers[:1], self._model)}.values():
                 keep(module.register_forward_pre_hook(Hook(self._step_away), prepend=True))
@@ -267,10 +276,63 @@ class Capture:
             return self._paused or here != self._opened_by
         return here != self._thread and not torch.is_grad_enabled()
 
+    def _guarded(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        return functools.partial(self._see, hook)
+
     @_harmless
     def _see(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
         """Show a gradient of a parameter to what watches these."""
         return hook(gradient)
+
+    @_unseen
+    @_harmless
+    def _enter_sharded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look away while FSDP gathers parameters and casts inputs."""
+        if self._looks_away:
+            return
+        self._uncast = tensors((args, kwargs))
+        for watch in self._watches:
+            watch.suspend()
+
+    def _unsharded(self, path: str) -> Callable[..., None]:
+        @_unseen
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entered(self, module, args, kwargs)
+
+        @_harmless
+        def entered(_: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Handle what FSDP has put in place of its shards."""
+            if self._looks_away or self._shards is None:
+                return
+            before, self._uncast = self._uncast, []
+            leaves = dict(self._shards.leaves(path))
+            for watch in self._watches:
+                watch.resume()
+                watch.follow(before, tensors((args, kwargs)))
+                for name, leaf in leaves.items():
+                    if leaf.requires_grad:
+                        watch.know(name, leaf)
+            for name, leaf in leaves.items():
+                if leaf.requires_grad and self._leaves.get(name) is not leaf:
+                    self._handles += self.parameter_gradients.attach(name, leaf, self._guarded)
+                    self._handles.append(first_hook(leaf, self._kept_apart))
+            self._leaves.update(leaves)
+
+        return hook
+
+    def _values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return copies of sharded parameters, for a call that is run again once they are sharded again.
+
+        Raises:
+            RuntimeError: If one is no longer whole.
+        """
+        whole = {name: self._leaves[name].detach() for name in names if name in self._leaves}
+        if gone := [name for name, leaf in whole.items() if leaf.numel() and not leaf.untyped_storage().size()]:
+            raise RuntimeError(
+                f"Parameter '{gone[0]}' is used outside of the module that it is sharded with, so its value is gone. "
+                "Apply fully_shard to a module that contains every use."
+            )
+        return {name: leaf.clone() for name, leaf in whole.items()}
 
     @_harmless
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -348,7 +410,8 @@ class Capture:
         if not self._thorough:
             return ""
         with torch.no_grad():
-            return repr(torch.stack([p.sum(dtype=torch.float64) for p in self._model.parameters()]).tolist())
+            held = self._model.parameters() if self._shards is None else self._shards.parameters.values()
+            return repr(torch.stack([local(p).sum(dtype=torch.float64) for p in held]).tolist())
 
     def _infer_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._batch_size is not None:
@@ -474,7 +537,7 @@ class Capture:
         with torch._C.DisableTorchFunction(), undisturbed():
             for tensor, gradient in asked.roots:
                 root = self.objective.differentiate(tensor, gradient, self._on_node)
-                if root is not None and self.objective.splits(root):
+                if root is not None and self._shards is None and self.objective.splits(root):
                     with self._away():
                         self._outputs.differentiate(root)
         self._outputs.clear()
@@ -560,6 +623,7 @@ class Capture:
                 call=call,
                 is_late=not self._pass.is_open,
                 drew=state is not None and state.torch_drew(),
+                values=self._values_of(layer.names.values()) if layer.parameters and self._keeps_calls else {},
             )
             self._pass.uses.append(use)
             self.objective.mark(output, self._pass)
@@ -586,6 +650,9 @@ class Capture:
             self.objective.mark(output, forward)
             return
         form = closed_form(recording, given, output)
+        frozen = {id(leaf) for leaf in self._leaves.values() if not leaf.requires_grad}
+        if form is None and frozen:
+            recording.keep(frozen)
         names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names
         kept = [self._own(tensor) for tensor in given]
         use = Use(
@@ -593,7 +660,7 @@ class Capture:
             None if form is None else form.rule,
             (recording, *kept),
             {},
-            versions=_versions((*kept, *recording.constants)),
+            versions=_versions((*kept, *(t for t in recording.constants if id(t) not in frozen))),
             before=Snapshot(autocast_type(self._device), drawn),
             axes=self._axes.of(key, call, shapes, forward.batch_size, shapes_given, forward.folds),
             shapes=shapes,
@@ -603,6 +670,7 @@ class Capture:
             is_late=not forward.is_open,
             drew=drawn is not None,
             source=0 if form is None else form.source,
+            values=self._values_of(recording.parameters) if form is None else {},
         )
         if forward.is_open:
             forward.uses.append(use)

@@ -50,6 +50,7 @@ class ParameterGradients:
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
         self.signatures: dict[str, Tensor] = {}  # of the parameters that any gradient has reached
         self._arrived: set[str] = set()
+        self._attached: dict[str, Tensor] = {}  # leaves in place of sharded parameters
         self._sums: dict[str, Tensor] = {}  # at least float32
         self._grads: dict[str, tuple[Tensor, int] | None] = {}  # where .grad is the sum: it, and its version
         self._lost: set[str] = set()  # of those, the ones that something else wrote to
@@ -122,7 +123,8 @@ class ParameterGradients:
     @property
     def is_rounded(self) -> bool:
         """True if autograd computes all of these gradients in less than float32 precision."""
-        if any(p.dtype not in (torch.float32, torch.float64) for p in self._parameters.values()):
+        leaves = (*self._parameters.values(), *self._attached.values())
+        if any(p.dtype not in (torch.float32, torch.float64) for p in leaves):
             return True
         return products_round()
 
@@ -137,7 +139,7 @@ class ParameterGradients:
         """
         handles = []
         for name, parameter in self._parameters.items():
-            if name not in self._checked and name not in self._summed:
+            if not parameter.requires_grad or (name not in self._checked and name not in self._summed):
                 continue
             own: Any = parameter
             others = own._backward_hooks or own._post_accumulate_grad_hooks
@@ -147,6 +149,13 @@ class ParameterGradients:
                 handles.append(parameter.register_post_accumulate_grad_hook(_unsaved(guarded(self._accumulated(name)))))
             handles.append(first_hook(parameter, guarded(self._add(name, in_grad))))
         return handles
+
+    def attach(self, name: str, leaf: Tensor, guarded: Callable[[Hook], Hook]) -> list[Any]:
+        """Watch the leaf that stands for a sharded parameter in the forward pass; arguments as for `watch`."""
+        if self._attached.get(name) is leaf or (name not in self._checked and name not in self._summed):
+            return []
+        self._attached[name] = leaf
+        return [first_hook(leaf, guarded(self._add(name, False)))]
 
     def _add(self, name: str, in_grad: bool) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:

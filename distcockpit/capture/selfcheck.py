@@ -67,7 +67,7 @@ class SelfCheck:
     With one sample there is nothing to separate: what was checked then is checked again once there are more.
     """
 
-    tracked: Mapping[str, nn.Parameter]
+    tracked: Mapping[str, Tensor]
     unchecked: set[str] = field(init=False)
     last_checked: int = -1  # the last step at which everything was fine
     _checked_alone: set[str] = field(default_factory=set)
@@ -82,11 +82,11 @@ class SelfCheck:
     def __post_init__(self) -> None:
         self.unchecked = set(self.tracked)
 
-    def adopt(self, tracked: Mapping[str, nn.Parameter]) -> None:
+    def adopt(self, tracked: Mapping[str, Tensor]) -> None:
         """Continue with other tensors of the same names."""
         self.tracked = tracked
 
-    def begin(self) -> dict[str, nn.Parameter]:
+    def begin(self) -> dict[str, Tensor]:
         """Begin a tracked step. Everything is checked again at the second, fourth, eighth, ... one.
 
         Returns:
@@ -166,7 +166,7 @@ class Examination:
 def examine(
     captured: Sequence[CapturedMicroBatch],
     seen: Mapping[str, Tensor],
-    model: nn.Module,
+    values: Mapping[str, Tensor],
     scopes: Mapping[str, Sequence[str]],
     unchecked: Iterable[str],
     whole: float,
@@ -178,7 +178,7 @@ def examine(
     Args:
         captured: The micro-batches, not scaled yet.
         seen: The signatures of what arrived at the parameters, summed over backward calls.
-        model: The bare module.
+        values: All parameters of the model.
         scopes: The modules whose calls serve each parameter.
         unchecked: The parameters to examine.
         whole: Norm of the whole gradient, or 0 where `seen` holds all of it.
@@ -201,7 +201,6 @@ def examine(
             why = f"the input of {changed[0].layer} was overwritten"
             unserved[name] = why, [use.layer.scope for use in changed]
     rest = [name for name in unchecked if name not in unserved]
-    values = {name: p.detach() for name, p in model.named_parameters()}
     batches = [MicroBatch(micro.batch_size, micro.uses) for micro in captured]
     sums = {name: values[name].new_zeros(COUNT, dtype=torch.float64) for name in rest}
     norms = SquaredNorms({name: values[name] for name in rest})

@@ -1,8 +1,9 @@
-"""Differences of parameters, such as an optimizer's step, without the memory of all of them."""
+"""Tensors by parameter, such as an optimizer's step, without the memory of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +11,71 @@ from torch import Tensor
 from distcockpit.gradients.factors import WHOLE, rows_of
 
 
-class Differences(Mapping[str, Tensor]):
+class ByRows(Mapping[str, Tensor]):
+    """Tensors by parameter, any rows of which can be had without the others."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @abstractmethod
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows."""
+
+
+class Gathered(ByRows):
+    """Whole rows of what is sharded over ranks, for the buckets that are being walked.
+
+    Args:
+        pieces: What this rank holds of each; ``None`` if it does not know.
+        names: Of all of them.
+        device: Where rows are.
+    """
+
+    def __init__(self, pieces: Mapping[str, Tensor] | None, names: Iterable[str], device: torch.device) -> None:
+        self.pieces, self._names, self._device = pieces, list(names), device
+        self._held: dict[str, list[tuple[slice, Tensor]]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """See `ByRows.device`."""
+        return self._device
+
+    def hold(self, bucket: Mapping[str, slice], found: Mapping[str, Tensor]) -> None:
+        """Have the rows of a bucket from here on."""
+        for name, part in bucket.items():
+            self._held.setdefault(name, []).append((part, found[name]))
+
+    def drop(self, bucket: Mapping[str, slice]) -> None:
+        """Free the rows of a bucket."""
+        for name, part in bucket.items():
+            self._held[name] = [(rows, values) for rows, values in self._held.get(name, ()) if rows != part]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, WHOLE)
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows of a bucket that is held.
+
+        Raises:
+            KeyError: If none that is held has these rows.
+        """
+        for part, values in self._held.get(name, ()):
+            if part in (WHOLE, rows):
+                return values if part == rows else rows_of(values, rows)
+            if rows != WHOLE and part.start <= rows.start and rows.stop <= part.stop:
+                return values[rows.start - part.start : rows.stop - part.start]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Differences(ByRows):
     """The differences of tensors of the same dtype, in at least float32, each computed when it is asked for.
 
     Args:
@@ -22,6 +87,11 @@ class Differences(Mapping[str, Tensor]):
     def __init__(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], *, keep: bool = False) -> None:
         self._after, self._before, self._keep = after, before, keep
         self._kept: dict[str, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """See `ByRows.device`."""
+        return next(iter(self._after.values())).device
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._kept:

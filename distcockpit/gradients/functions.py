@@ -190,6 +190,17 @@ class Watch(Mode):
             if id(tensor) not in self._leaves:
                 self._known[tensor] = "batch"
 
+    def know(self, name: str, parameter: nn.Parameter) -> None:
+        """Look for another tensor that is this parameter, too."""
+        self._leaves.setdefault(id(parameter), Leaf(name, parameter.shape))
+
+    def follow(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Treat tensors like those that they were cast from while the mode was away."""
+        for old, new in zip(before, after, strict=False):
+            for those in (self._known, self.reshaped):
+                if old in those:
+                    those[new] = those[old]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():

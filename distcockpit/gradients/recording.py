@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,18 @@ class Recording:
         self.has_gradient = torch.is_grad_enabled()
         self.constants = [t for t in tensors((args, kwargs)) if not t.is_inference()]
         self.constants += [t for part in parts if isinstance(part, Made) for t in part.call.constants]
+
+    def keep(self, constants: Collection[int]) -> None:
+        """Copy constants whose memory will be gone when the call is run again.
+
+        Args:
+            constants: Their ids.
+        """
+
+        def copied(leaf: Any) -> Any:
+            return leaf.detach().clone() if id(leaf) in constants else leaf
+
+        self.args, self.kwargs = tree_map(copied, self.args), tree_map(copied, self.kwargs)
 
     def run(self, again: Again) -> Any:
         """Return what the function returns, or has written to, with gradients where it had them."""

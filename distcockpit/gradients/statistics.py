@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.differences import Differences
+from distcockpit.gradients.differences import ByRows
 from distcockpit.gradients.factors import WHOLE, Rows, RowWise
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
@@ -264,7 +264,7 @@ class Projection(Statistic):
         """
         self.direction, self._in_double, self._first = direction, in_double, first
         self._part = {name: k for k, names in enumerate(parts or [list(direction)]) for name in names}
-        device = direction[next(iter(direction))].device
+        device = direction.device if isinstance(direction, ByRows) else direction[next(iter(direction))].device
         self.values = torch.zeros(len(parts or [0]), batch_size, dtype=torch.float64, device=device)
 
     @property
@@ -310,7 +310,7 @@ class Projection(Statistic):
             return self.direction[name]
         first = (self._first or {}).get(name, 0)
         some = slice(part.start - first, part.stop - first)
-        if isinstance(self.direction, Differences):  # which it computes alone
+        if isinstance(self.direction, ByRows):
             return self.direction.rows(name, some)
         return self.direction[name][some]
 
@@ -408,10 +408,20 @@ class Histogram2d(Statistic):
     """Counts over (gradient element, value of its parameter), per parameter: int64, ``[b_g + 5, b_p + 5]``."""
 
     def __init__(self, edges: tuple[np.ndarray, np.ndarray], parameters: Mapping[str, Tensor]) -> None:
-        self.gradient_edges = edges[0]
+        self.gradient_edges, self._parameter_edges = edges
         self.n_columns = len(edges[1]) - 1 + kernels.OUTSIDE
-        self.columns = {name: kernels.slots(p, edges[1]) for name, p in parameters.items()}
+        self._parameters = parameters
+        self._columns: dict[str, tuple[slice, Tensor]] = {}  # the bins of the latest rows of a parameter
         self.counts: dict[str, Tensor | int] = dict.fromkeys(parameters, 0)
+
+    def _bins(self, name: str, part: slice) -> Tensor:
+        """Return the bins of the values of some rows of a parameter."""
+        there = self._parameters.rows(name, part) if isinstance(self._parameters, ByRows) else self._parameters[name]
+        known = part if isinstance(self._parameters, ByRows) else WHOLE
+        if name not in self._columns or self._columns[name][0] != known:
+            self._columns[name] = known, kernels.slots(there, self._parameter_edges)
+        columns = self._columns[name][1]
+        return columns if known == part else _of(columns, part)
 
     def outer(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Bin products without storing them."""
@@ -419,7 +429,7 @@ class Histogram2d(Statistic):
             delta,
             x.to(delta.dtype),
             self.gradient_edges,
-            self.columns[name].view(delta.shape[1], x.shape[1]),
+            self._bins(name, WHOLE).view(delta.shape[1], x.shape[1]),
             self.n_columns,
         )
 
@@ -428,6 +438,6 @@ class Histogram2d(Statistic):
         self.counts[name] = self.counts[name] + kernels.count_block_2d(
             gradients.reshape(len(gradients), -1),
             self.gradient_edges,
-            _of(self.columns[name], part).flatten(),
+            self._bins(name, part).flatten(),
             self.n_columns,
         )

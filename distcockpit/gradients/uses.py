@@ -157,6 +157,7 @@ class Use:
     observed: dict[str, Tensor] = field(default_factory=dict)  # what was kept of the output, by observer
     drew: bool = False  # whether the call drew torch random numbers, for a layer that is run again
     source: int = 0  # which of the input tensors the closed form uses
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # sharded parameters in the call, if it is run again
     found: dict[str, Any] = field(default_factory=dict)  # intermediate results of the rule
 
     @property

@@ -369,6 +369,12 @@ class Objective:
             like = node._input_metadata[position]
             one = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
             names, leaves = list(self._parameters), list(self._parameters.values())
+            if not leaves:
+                raise RuntimeError(
+                    "The loss contains a part that depends on no sample, such as a penalty on parameters, whose "
+                    "gradient is not known: the model is sharded with fully_shard. Use the optimizer's weight_decay, "
+                    "or differentiate the penalty outside of `track`."
+                )
             with without_hooks(leaves):
                 found = torch.autograd.grad(GradientEdge(node, position), leaves, one, True, allow_unused=True)
             gradients = {name: g.detach() for name, g in zip(names, found, strict=True) if g is not None}

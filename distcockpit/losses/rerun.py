@@ -13,6 +13,7 @@ from distcockpit.losses.captured import CapturedMicroBatch, ForwardPass, scalar_
 from distcockpit.replay.batch_norms import training_batchnorms
 from distcockpit.replay.checkpointing import without_reentrance
 from distcockpit.replay.trees import map_tensors, tensors
+from distcockpit.shards import stood_in
 
 Statistics = Mapping[str, tuple[Tensor, Tensor]]
 """Mean and biased variance, by name of a batch norm."""
@@ -28,7 +29,7 @@ def replayed(
 
     Inside, buffers and attributes of modules are copies of what they were before the pass, hooks on parameters and
     in-place activations are off, and batch norms named in ``batch_statistics`` use these as constants. Random states
-    are left unchanged.
+    are left unchanged. A sharded model has other values, see `stood_in`.
 
     Args:
         model: The bare module.
@@ -46,6 +47,7 @@ def replayed(
             "writes in its first call, call it once before the first tracked step."
         )
     with (
+        stood_in(model),
         forward.before.restored(next(model.parameters()).device),
         forward.before.buffers_restored(model),
         without_hooks(list(model.parameters())),

@@ -161,12 +161,15 @@ class Quantity(ABC):
         """
         return {}
 
-    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
-        """Facts about the optimizer step that began at ``step``; on rank 0, for quantities that need the displacement.
+    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Sums:
+        """Sums over the optimizer step that began at ``step``, for quantities that need the displacement.
+
+        Rank 0 tells all of it. If parameters are sharded, each rank tells those of its pieces, and ranks add them up.
 
         Args:
             step: The step t.
-            d: ``theta_{t+1} - theta_t`` by parameter, in the parameter's dtype, at least float32.
+            d: ``theta_{t+1} - theta_t`` by parameter, in the parameter's dtype, at least float32; flat and empty where
+                another rank answers for it.
             memory: Belongs to this quantity and persists from step to step.
         """
         raise NotImplementedError(f"{type(self).__name__} needs the displacement, so it must define displacement().")

@@ -20,6 +20,7 @@ from distcockpit.gradients import kernels
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import label
 from distcockpit.replay.devices import sent
+from distcockpit.shards import Piece
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Needs:
         averaged: What ``.grad`` holds when `track` ends, and what it would hold after plain averaging over ranks, in
             ``BucketSums.averaged``.
         held: How much memory the step holds beside what the loop does.
+        values: The values of parameters, in :meth:`Quantity.statistics`; of a sharded model they are there bucket by
+            bucket, while the individual gradients of the bucket are.
     """
 
     loss: bool = False
@@ -76,6 +79,7 @@ class Needs:
     optimizer: bool = False
     averaged: bool = False
     held: bool = False
+    values: bool = False
 
     @property
     def second_order(self) -> bool:
@@ -189,6 +193,7 @@ class BucketSums(_Pooled):
     mean: Mapping[str, Tensor]  # the pooled G; float64, or float32 from autograd in a single process
     part_of_mean: Mapping[str, Tensor]  # this rank's (1/N) sum_i g_i over its samples, at least float32
     mean_squared: Tensor  # float64 [parameters of the bucket]: |G|^2
+    own: Mapping[str, Tensor]  # the part of G that this rank alone answers for: all on rank 0; if sharded, its range
     shard: Shard
     averaged: Averaged | None
 
@@ -278,9 +283,11 @@ class LocalBatch(_Pooled):
     losses: Tensor  # float64 [B_r]: l_i; zeros if unknown
     losses_known: bool
     has_gradients: bool  # whether samples have individual gradients; if not, these are NaN
-    parameters: Mapping[str, Tensor]
-    every_parameter: Mapping[str, Tensor]
-    initial: Mapping[str, Tensor]  # the parameters at the first call of `track`, on rank 0; empty if not known
+    parameters: Mapping[str, Tensor]  # the tracked ones; NaN if they are sharded
+    every_parameter: Mapping[str, Tensor]  # what this rank holds of each parameter, tracked or not
+    own_parameters: Mapping[str, Tensor]  # what this rank alone answers for: all on rank 0; if sharded, its pieces
+    pieces: Mapping[str, Piece] | None  # where these belong, in a sharded model
+    initial: Mapping[str, Tensor]  # own_parameters at the first call of `track`; empty if not known
     statistics: Mapping[str, Statistic]  # what Quantity.statistics asked for
     reduced: Mapping[str, Tensor]  # what Quantity.reduce returned, added up over the buckets; float64
     mean_gradient: Mapping[str, Tensor]  # the pooled G; float64, or float32 from autograd in a single process
@@ -338,6 +345,24 @@ class LocalBatch(_Pooled):
         """The old name of `replicated`."""
         warnings.warn("batch.once(...) is deprecated: use batch.replicated(...).", DeprecationWarning, stacklevel=2)
         return self.replicated(value)
+
+    def of_parameters(self, value: Callable[[], Tensor]) -> Tensor | ReplicatedValue:
+        """A sum over elements of ``own_parameters``: on rank 0 over all of them; if sharded, over this rank's pieces.
+
+        Args:
+            value: Returns this rank's part of the sum.
+        """
+        return self.replicated(value) if self.pieces is None else value()
+
+    def whole(self, name: str) -> Tensor | ReplicatedValue:
+        """The values of a parameter; of a sharded one, this rank's piece of it, and zeros elsewhere."""
+        if self.pieces is None:
+            return self.replicated(self.parameters[name])
+        piece, like = self.pieces[name], self.parameters[name]
+        found = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+        if piece.counts:
+            piece.put(slice(None), self.own_parameters[name], found)
+        return found
 
     @property
     def known_losses(self) -> Tensor:

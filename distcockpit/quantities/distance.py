@@ -21,8 +21,9 @@ class Distance(Quantity):
     r"""Euclidean distance of the parameters from their values at the first call of ``track``.
 
     $\|\theta_t - \theta_0\|$, per parameter and overall. In units of the parameters. Rank 0 keeps a copy of the tracked
-    parameters. NaN, with a ``status``, in a run that was resumed without the cockpit's state: the initial values are
-    then unknown; and at a step at which rank 0 failed, or ran out of memory.
+    parameters; of a sharded model each rank keeps one of its pieces. NaN, with a ``status``, in a run that was resumed
+    without the cockpit's state: the initial values are then unknown; and at a step at which a rank that keeps a copy
+    failed, or ran out of memory.
     """
 
     source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
@@ -42,16 +43,16 @@ class Distance(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """The squared distances, which all ranks know."""
+        """The squared distances."""
         return {
-            "squares": batch.replicated(lambda: self._squares(batch)),
+            "squares": batch.of_parameters(lambda: self._squares(batch)),
             "known": batch.replicated(bool(batch.initial)),
         }
 
     def _squares(self, batch: LocalBatch) -> Tensor:
         if not batch.initial:
             return batch.vector([float("nan")] * len(batch.parameters))
-        return batch.squared_norm(Differences(batch.parameters, batch.initial))
+        return batch.squared_norm(Differences(batch.own_parameters, batch.initial))
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The distances."""

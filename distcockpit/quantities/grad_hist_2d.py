@@ -15,7 +15,7 @@ from distcockpit.gradients.kernels import OUTSIDE
 from distcockpit.gradients.statistics import Histogram2d, Statistic
 from distcockpit.quantities.adaptation import GradAbsMax, ParamAbsMax
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import LocalBatch, Model, ReplicatedValue
+from distcockpit.quantities.batch import LocalBatch, Model, Needs, ReplicatedValue
 from distcockpit.quantities.histograms import (
     OUTSIDE_FIELDS,
     Axis,
@@ -72,6 +72,11 @@ class GradHist2d(Quantity):
     def reads_totals(self) -> bool:
         """True with an adaptive range."""
         return any(axis.adapt is not None for axis in self._axes)
+
+    @property
+    def needs(self) -> Needs:
+        """Parameters, next to their gradients."""
+        return Needs(values=True)
 
     def with_schedule(self, schedule: Schedule) -> Quantity:
         """The adaptations get the schedule as well."""

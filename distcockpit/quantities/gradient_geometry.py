@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from distcockpit.quantities.base import Quantity, Sums, Totals
-from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
+from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs, ReplicatedValue
 from distcockpit.quantities.geometry import PREVIOUS, compared_in, norm_and_correlation, with_previous
 from distcockpit.store.schema import Field, Group, Row
 
@@ -20,7 +20,7 @@ class GradientGeometry(Quantity):
 
     The parameter-gradient lens of monitorch, for the gradient of the pooled batch. A cosine near -1 means oscillation.
     Norms are in units of loss per parameter; cosines are NaN at the first tracked step and where a gradient is zero.
-    Rank 0 keeps a copy of G.
+    Rank 0 keeps a copy of G; if parameters are sharded, each rank keeps its part.
     """
 
     source: ClassVar[str] = "the parameter-gradient-geometry lens of monitorch, pooled over ranks"
@@ -40,14 +40,15 @@ class GradientGeometry(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
-        """Squared norms and inner products, on rank 0, which alone keeps the vectors."""
-        if bucket.rank:
-            return {}
-        return {"pairs": bucket.by_parameter(compared_in(bucket, memory))}
+        """Squared norms and inner products of what this rank answers for, of which it keeps a copy."""
+        return {"pairs": bucket.by_parameter(compared_in(bucket, memory))} if bucket.own else {}
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The same, and the previous step."""
-        return {"compared": batch.replicated(lambda: with_previous(batch.step, batch.reduced["pairs"], memory))}
+        if "pairs" not in batch.reduced:
+            return dict.fromkeys(("compared", "previous"), ReplicatedValue(None))
+        found, previous = with_previous(batch.step, batch.reduced["pairs"], memory)
+        return {"compared": batch.of_parameters(lambda: found), "previous": previous}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

@@ -79,8 +79,8 @@ class Axis:
             statistic = batch.statistics[f"{self.key}_largest"]
         else:
             statistic = AbsMax()
-            for name, parameter in batch.parameters.items():
-                statistic.block(name, parameter.detach(), slice(0))
+            for name, parameter in batch.own_parameters.items():
+                statistic.block(name, parameter, slice(0))
         return {f"{self.key}_largest": batch.slot(batch.vector([statistic.value])[0])}  # type: ignore[attr-defined]
 
 

@@ -36,9 +36,9 @@ class ParameterNorm(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """Squares and sizes, which all ranks know."""
+        """Squares and sizes."""
         return {
-            "squares": batch.replicated(lambda: batch.squared_norm(batch.parameters)),
+            "squares": batch.of_parameters(lambda: batch.squared_norm(batch.own_parameters)),
             "sizes": batch.replicated(lambda: batch.vector([p.numel() for p in batch.parameters.values()])),
         }
 

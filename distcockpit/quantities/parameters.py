@@ -32,8 +32,8 @@ class Parameters(Quantity):
         return Group(fields, sizes)
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
-        """The values, which all ranks hold."""
-        return {_array(name): batch.replicated(batch.parameters[name]) for name in _stored(batch.model)}
+        """The values."""
+        return {_array(name): batch.whole(name) for name in _stored(batch.model)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The same."""

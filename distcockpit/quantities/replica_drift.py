@@ -27,7 +27,7 @@ class ReplicaDrift(Quantity):
     Each rank sends a 53-bit digest per parameter; ``differs`` marks the ranks whose digest differs from that of the
     majority (or of the lowest rank, if there is no majority). Data-parallel training keeps replicas identical, so drift
     means that something steps, initialises or overwrites parameters on one rank only. Two different tensors have the
-    same digest with a probability of about 1e-16.
+    same digest with a probability of about 1e-16. If parameters are sharded, replicas of a piece are compared (HSDP).
     """
 
     source: ClassVar[str] = "distcockpit"
@@ -45,14 +45,20 @@ class ReplicaDrift(Quantity):
         """This rank's digests; a single rank cannot drift."""
         if batch.world_size == 1:
             return {"digests": batch.slot(torch.zeros(len(batch.every_parameter), device="cpu"))}
-        return {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
+        sums = {"digests": batch.slot(batch.vector([digest(p) for p in batch.every_parameter.values()]))}
+        if batch.pieces is not None:
+            sums["pieces"] = batch.slot(batch.vector([float(piece.number) for piece in batch.pieces.values()]))
+        return sums
 
     def finalize(self, totals: Totals, n: int) -> Row:
-        """Compare each digest with the most frequent one of its parameter."""
+        """Compare each digest with the most frequent one of its parameter, or of its piece."""
         digests = totals["digests"].T
+        pieces = totals["pieces"].T if "pieces" in totals else np.zeros_like(digests)
         differs = np.zeros(digests.shape, np.int8)
         for k in np.flatnonzero((digests != digests[:, :1]).any(1)):
-            differs[k] = digests[k] != _majority(digests[k])
+            for piece in np.unique(pieces[k]):
+                holds = pieces[k] == piece
+                differs[k, holds] = digests[k, holds] != _majority(digests[k, holds])
         return {"replica_drift": int(differs.any(1).sum()), "differs": differs}
 
     def notice(self, row: Row, model: Model) -> str | None:

@@ -43,9 +43,9 @@ class UpdateGeometry(Quantity):
         """Nothing before the optimizer has stepped."""
         return {}
 
-    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
+    def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Sums:
         """Norms and inner products."""
-        return {"compared": compared(step, d, memory)}
+        return compared(step, d, memory)
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from distcockpit.quantities.base import Quantity
 from distcockpit.schedules import in_words
+from distcockpit.shards import local
 from distcockpit.store.schema import COORDINATES, Group
 from distcockpit.tracking.setup import Setup
 
@@ -52,9 +53,9 @@ def announcement(quantities: Sequence[Quantity], groups: Mapping[str, Group], st
 
 def copied_bytes(quantities: Sequence[Quantity], setup: Setup) -> int:
     """Return the size of the copies of parameters that rank 0 keeps: the initial ones, and those before an update."""
-    initial = [p for p in setup.tracked.values() if any(q.needs.initial for q in quantities)]
+    initial = [p for p in setup.held.values() if any(q.needs.initial for q in quantities)]
     updated = any(q.needs.update or q.needs.displacement for q in quantities)
-    before = [p for p in setup.every.values() if updated and p.requires_grad]
+    before = [local(p) for p in setup.parameters.values() if updated and p.requires_grad]
     return sum(p.numel() * p.element_size() for p in (*initial, *before))
 
 

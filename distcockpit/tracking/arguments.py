@@ -30,7 +30,9 @@ from distcockpit.presets import preset
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.quantities.learning_rate import LearningRate
+from distcockpit.quantities.parameter_condition import ParameterCondition
 from distcockpit.schedules import AnyOf, Schedule, every
+from distcockpit.shards import is_sharded, problem_of, reshard
 from distcockpit.sinks import Sink
 from distcockpit.store.options import StoreOptions
 from distcockpit.store.run_store import MODES
@@ -158,25 +160,31 @@ def bare_module(model: nn.Module) -> nn.Module:
     for path, module in bare.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         what = f"model={type(model).__name__}" if not path else f"Module '{path}' of the model"
-        if "FSDPModule" in kinds:
-            raise TypeError(
-                f"{what} is sharded with fully_shard (FSDP2): its parameters are only whole while it runs, and its "
-                "gradients never are, so per-sample gradients can be neither checked against them nor projected. Use "
-                "DistributedDataParallel, with ZeroRedundancyOptimizer if the optimizer state is too large."
-            )
         if kinds & {"FullyShardedDataParallel", "DataParallel"}:
             raise TypeError(
                 f"{what} is a {type(module).__name__}: it splits the parameters or the batch internally, which is not "
-                "supported. Use DistributedDataParallel."
+                "supported. Use DistributedDataParallel, or fully_shard (FSDP2)."
             )
-    for name, p in bare.named_parameters():
-        if type(p).__name__ == "DTensor":
-            raise TypeError(
-                f"Parameter '{name}' is a DTensor, so each rank holds only a shard of it (tensor parallelism, "
-                "fully_shard). Only whole parameters are supported: use DistributedDataParallel."
-            )
+    reshard(bare)
     check_devices(bare)
     return bare
+
+
+def check_shards(bare: nn.Module, ranks: Sequence[int], *, track_batchnorm: bool) -> None:
+    """Check that sharded parameters can be pooled over the ranks.
+
+    Raises:
+        TypeError: If a parameter is sharded in other ways than by fully_shard, or over other ranks.
+        ValueError: If an option needs whole parameters.
+    """
+    for name, p in bare.named_parameters():
+        if problem := problem_of(name, p, ranks, whole=not is_sharded(bare)):
+            raise TypeError(problem)
+    if track_batchnorm and is_sharded(bare):
+        raise ValueError(
+            "track_batchnorm=True: the model is sharded with fully_shard, so the step cannot be run again with batch "
+            "statistics as constants. Leave it out, or use layers without batch statistics, such as GroupNorm."
+        )
 
 
 def check_devices(bare: nn.Module) -> None:
@@ -440,6 +448,11 @@ def available(
 
 def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None, optimizers: Optimizers) -> None:
     needs = quantity.needs
+    if is_sharded(bare) and (needs.second_order or needs.averaged or isinstance(quantity, ParameterCondition)):
+        raise ValueError(
+            f"quantity '{quantity.name}' needs whole parameters, but the model is sharded with fully_shard. Leave the "
+            "quantity out, or track a smaller model with DistributedDataParallel."
+        )
     if needs.curvature is not None:
         Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
     if needs.trace is not None:

@@ -85,7 +85,7 @@ class Attribution:
                 found = examine(
                     captured,
                     seen,
-                    self._setup.bare,
+                    {name: p.detach() for name, p in self._setup.every.items()},
                     self.cover.scopes,
                     names,
                     self._whole,
@@ -119,7 +119,18 @@ class Attribution:
         return Attributed(captured, has_news, problem)
 
     def _raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:
-        """Let parent modules serve parameters that their own modules do not serve."""
+        """Let parent modules serve parameters that their own modules do not serve.
+
+        Raises:
+            RuntimeError: If the model is sharded, so that no module can be run again.
+        """
+        if self._setup.shards is not None:
+            name, (why, _) = next(iter(unserved.items()))
+            raise RuntimeError(
+                f"Per-sample gradients of parameter '{name}' cannot be computed from the calls of functions alone: "
+                f"{why}. Other models are then run again in larger parts, but one that is sharded with fully_shard "
+                "would have to be gathered for that. exclude=[...] leaves layers out."
+            )
         cover = self.cover.raise_for(unserved)
         cover.check(self._setup.slow_routes)
         self.cover = cover
@@ -160,7 +171,7 @@ class Attribution:
                 self._setup.bare,
                 self.cover.layers,
                 self.axes,
-                self._setup.tracked,
+                self._setup.trainable,
                 constant_statistics=constant,
             )
             for name, gradient in seen.items():

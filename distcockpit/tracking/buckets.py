@@ -20,6 +20,7 @@ from torch import Tensor
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.gradients import kernels
 from distcockpit.gradients.convolution import ConvolutionRule
+from distcockpit.gradients.differences import Gathered
 from distcockpit.gradients.factors import WHOLE, rows_of
 from distcockpit.gradients.rounding import Calls, RoundedNorms, calls_by_parameter, doubtful, sums_over_sequences
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
@@ -71,6 +72,7 @@ class BucketWalk:
         norms: The one among them of squared norms, if there is one.
         local_n: B_r.
         reductions: What quantities make of the sums of a bucket.
+        gathered: What statistics read of sharded parameters, to be gathered bucket by bucket.
     """
 
     def __init__(
@@ -84,10 +86,11 @@ class BucketWalk:
         norms: SquaredNorms | None,
         local_n: int,
         reductions: Reductions,
+        gathered: Sequence[Gathered] = (),
     ) -> None:
         self._setup, self._inputs, self._batches, self._exchanges = setup, inputs, batches, exchanges
         self._curvature, self._statistics, self._norms, self._local_n = curvature, statistics, norms, local_n
-        self._reductions = reductions
+        self._reductions, self._gathered = reductions, gathered
         self._values, self._n = inputs.header.state.every, inputs.header.totals.n
         active = inputs.active
         self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
@@ -130,6 +133,8 @@ class BucketWalk:
             GradientsLost: If that is not possible.
         """
         exchanges, inputs = self._exchanges, self._inputs
+        for each in self._gathered:
+            each.hold(rows, exchanges.gather(rows, each.pieces))
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
         factors = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
         own = {
@@ -178,6 +183,8 @@ class BucketWalk:
         for k, name in enumerate(mean):
             self._mean_squared[self._index[name]] += squared[k]
         self._walk_again(begun, mean)
+        for each in self._gathered:
+            each.drop(rows)
         self._reductions.see(self._bucket_sums(rows, mean, own, squared, pooled))
         if self._keeps_all:
             for name in mean:
@@ -244,6 +251,7 @@ class BucketWalk:
             mean=mean,
             part_of_mean=own,
             mean_squared=squared,
+            own=self._own(rows, mean, mine),
             shard=Shard(
                 mean=flat[mine],
                 squares=pooled.get(SQUARES, nothing)[mine],
@@ -251,6 +259,17 @@ class BucketWalk:
             ),
             averaged=averaged,
         )
+
+    def _own(self, rows: Bucket, mean: Mapping[str, Tensor], mine: slice) -> dict[str, Tensor]:
+        """Return the part of G that this rank answers for, by parameter."""
+        if self._setup.shards is None:
+            return dict(mean) if self._setup.world.rank == 0 else {}
+        found, start = {}, 0
+        for name, g in mean.items():
+            first, last = (min(max(end - start, 0), g.numel()) for end in (mine.start, mine.stop))
+            found[name] = g.reshape(-1)[first:last]
+            start += g.numel()
+        return found
 
     def _walk(self, names: Sequence[str], rows: Bucket, statistics: Sequence[Statistic]) -> None:
         some = {name: rows[name] for name in names if rows[name] != WHOLE}

@@ -75,7 +75,7 @@ class CheckedStep:
         """
         setup = self._setup
         for name, version in versions.items():
-            if setup.tracked[name]._version != version:
+            if setup.parameters[name]._version != version:
                 raise RuntimeError(
                     f"Parameter '{name}' changed inside `track`. Call optimizer.step() after the `with` block, because "
                     "per-sample gradients belong to the parameters of the forward pass. With optimizer.step(closure), "
@@ -176,7 +176,7 @@ class CheckedStep:
                 diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
             for estimate in self._active.each("trace"):
                 seed = digest(estimate.seed, self._step)
-                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.tracked, captured, seed)
+                traces[estimate] = quadratic_forms(estimate, setup.bare, setup.loss_fn, setup.trainable, captured, seed)
         except Exception as error:
             wanting = [q for q in self._active if q.needs.curvature or q.needs.trace]
             why = f"{type(error).__name__}: {error}"

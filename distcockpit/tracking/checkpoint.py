@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcockpit.shards import local
+from distcockpit.tracking import sharded
 from distcockpit.tracking.recorder import Stamp
 from distcockpit.tracking.session import Session
 from distcockpit.tracking.updates import Start
@@ -41,7 +43,7 @@ def save(session: Session) -> State:
         )
     world, quantities = session.setup.world, session.setup.quantities
     riding = session.userlog.riding_values()
-    records = world.header(record_of(STATE, session.last_step))
+    records = world.header(record_of(STATE, session.last_step, batch_size=session.updates.start is not None))
     if absent := [rank for rank, record in enumerate(records) if record["joined"]]:
         raise RuntimeError(
             f"state_dict(): ranks {absent} have run out of data and are waiting in Join. Call it after `with "
@@ -49,7 +51,10 @@ def save(session: Session) -> State:
         )
     memory = {q.name: _kept(session.memories.of(q)) for q in quantities}
     local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
-    start = None if session.updates.start is None else _start(session, session.updates.start)
+    kept = session.updates.start
+    if session.setup.shards is not None and any(not record["batch_size"] for record in records):
+        kept = None  # all ranks take part in what follows, or none
+    start = None if kept is None else _start(session, kept)
     mine = {"memory": local, "samples": start and start.pop("samples"), "riding": riding}
     by_rank = world.gather_object(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
     if start is not None:
@@ -57,6 +62,7 @@ def save(session: Session) -> State:
     return {
         "version": VERSION,
         "world_size": world.size,
+        "shard": None if session.setup.shards is None else world.rank,
         "step": session.last_step,
         "elapsed": session.clock.elapsed,
         "memory": {name: kept for name, kept in memory.items() if name not in local},
@@ -134,10 +140,24 @@ def _check(session: Session, state: Mapping[str, Any]) -> None:
             f"load_state_dict(): the state is from a run with optimizers {saved}, this one has {now}. Pass DistCockpit "
             "optimizers with the same names."
         )
-    every = {name: tuple(p.shape) for name, p in session.setup.every.items()}
+    is_sharded = session.setup.shards is not None
+    if (state.get("shard") is not None) != is_sharded:
+        here, there = ("sharded", "unsharded") if is_sharded else ("unsharded", "sharded")
+        raise ValueError(
+            f"load_state_dict(): the state is that of a model that was {there}, but this one is {here}. Resume without "
+            "it: the run then has a seam."
+        )
+    world = session.setup.world
+    if is_sharded and (state["shard"], state["world_size"]) != (world.rank, world.size):
+        raise ValueError(
+            f"load_state_dict(): the state belongs to rank {state['shard']} of {state['world_size']}, but this is rank "
+            f"{world.rank} of {world.size}. A sharded run keeps one state per rank: save and load each rank's own, "
+            "with the same number of ranks, or resume without it: the run then has a seam."
+        )
+    every = {name: tuple(local(p).shape) for name, p in session.setup.parameters.items()}
     for kept in (state["initial"], (state["start"] or {}).get("values") or {}):
         for name, value in kept.items():
-            if every.get(name) != tuple(value.shape):
+            if tuple(value.shape) not in (every.get(name), *[(0,)] * is_sharded):
                 raise ValueError(
                     f"load_state_dict(): the state holds parameter '{name}' of shape {tuple(value.shape)}, but the "
                     f"model has {every.get(name, 'none')}. Load the state of a run with this model."
@@ -152,7 +172,10 @@ def _start(session: Session, start: Start) -> State:
     if looks:
         # Training may go on, and the optimizer may step only afterwards: keep nothing of this.
         fresh = dataclasses.replace(start, _displacement=[])
-        update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
+        if setup.shards is not None:
+            update = sharded.project(session, fresh, start.scale)
+        else:
+            update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
         norm = float(update.norm)
         samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}
         samples["inputs_changed"] = torch.tensor(update.inputs_changed, device="cpu")

@@ -12,6 +12,7 @@ from distcockpit.gradients.factors import rows_of
 from distcockpit.replay.memory import insist
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.clock import Clock
+from distcockpit.tracking.gathering import gather
 from distcockpit.tracking.setup import Bucket, Setup
 
 MEAN, SQUARES, AVERAGED = "(1/N) sum_i g_i", "sum_i g_i^2", "what autograd gave, in its own scale"
@@ -28,10 +29,12 @@ class Exchanges:
         clock: Counts the time that this rank waits.
         active: The quantities of this step.
         rounds: Whether any rank takes rounded sums where squares are subtracted.
+        gathers: How many vectors of each bucket are gathered before it is walked, where parameters are sharded.
     """
 
-    def __init__(self, setup: Setup, clock: Clock, active: Active, *, rounds: bool) -> None:
+    def __init__(self, setup: Setup, clock: Clock, active: Active, *, rounds: bool, gathers: int = 0) -> None:
         self._setup, self._clock = setup, clock
+        self._to_gather = [bucket for bucket in setup.buckets for _ in range(gathers)]  # for which the others wait
         kinds: list[object] = [MEAN] if active.wants_mean else []
         kinds += [SQUARES] if active.wants("squared_gradients") else []
         kinds += [AVERAGED] if active.wants("averaged") else []
@@ -74,6 +77,12 @@ class Exchanges:
             return dict(zip(self.kinds, total.split(size), strict=True))
 
         return wait
+
+    def gather(self, bucket: Bucket, pieces: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the rows of a bucket, of what is sharded; see `tracking.gathering.gather`."""
+        del self._to_gather[0]
+        with self._clock.waiting():
+            return gather(self._setup, bucket, pieces)
 
     def _start(self, buffer: Tensor) -> Callable[[], Tensor]:
         del self._buckets[0]
@@ -124,9 +133,12 @@ class Exchanges:
             arrived()
         self._in_flight.clear()
         if self._setup.world.size > 1:
-            for bucket in list(self._buckets):
-                size = sum(elements(self._setup.tracked, bucket).values())
-                self._start(self._unknown(size * len(self.kinds)))()
+            for bucket in self._setup.buckets:
+                while self._to_gather and self._to_gather[0] is bucket:
+                    self.gather(bucket, None)
+                if self._buckets and self._buckets[0] is bucket:
+                    size = sum(elements(self._setup.tracked, bucket).values())
+                    self._start(self._unknown(size * len(self.kinds)))()
             for size in (*self._bounds, *self._more):
                 self._all_reduce(self._unknown(size))
         if self._to_confirm:

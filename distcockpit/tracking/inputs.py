@@ -30,7 +30,7 @@ class LocalCurvature:
         s = session.setup
         return cls(
             {kind: session.diagonals.of(kind, [], []) for kind in active.each("curvature")},
-            {kind: quadratic_forms(kind, s.bare, s.loss_fn, s.tracked, [], 0) for kind in active.each("trace")},
+            {kind: quadratic_forms(kind, s.bare, s.loss_fn, s.trainable, [], 0) for kind in active.each("trace")},
         )
 
 

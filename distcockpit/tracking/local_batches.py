@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, NotTwiceError, largest_eigenvalue
-from distcockpit.gradients.differences import Differences
+from distcockpit.gradients.differences import Differences, Gathered
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
@@ -16,6 +16,7 @@ from distcockpit.quantities.batch import Held, LocalBatch
 from distcockpit.replay.devices import sent
 from distcockpit.replay.memory import is_out_of_memory, release
 from distcockpit.replay.trees import memory_of, tensors
+from distcockpit.shards import local
 from distcockpit.tracking.buckets import BucketWalk
 from distcockpit.tracking.exchanges import Exchanges
 from distcockpit.tracking.inputs import StepInputs
@@ -34,10 +35,15 @@ def local_batches(session: Session, inputs: StepInputs, reductions: Reductions) 
     Raises:
         Exception: Whatever went wrong on this rank; no other rank is left waiting.
     """
-    rounds = inputs.header.totals.rounds
-    exchanges = Exchanges(session.setup, session.clock, inputs.active, rounds=rounds)
+    setup, rounds = session.setup, inputs.header.totals.rounds
+    gathered: list[Gathered] = []
+    if inputs.update is not None and isinstance(inputs.update.direction, Gathered):
+        gathered.append(inputs.update.direction)
+    if setup.shards is not None and inputs.active.wants("values"):
+        gathered.append(Gathered(setup.held, setup.tracked, setup.device))
+    exchanges = Exchanges(setup, session.clock, inputs.active, rounds=rounds, gathers=len(gathered))
     try:
-        return _local_batches(session, inputs, exchanges, reductions)
+        return _local_batches(session, inputs, exchanges, reductions, gathered)
     except Exception as error:
         if is_out_of_memory(error):
             release(error)
@@ -46,7 +52,7 @@ def local_batches(session: Session, inputs: StepInputs, reductions: Reductions) 
 
 
 def _local_batches(
-    session: Session, inputs: StepInputs, exchanges: Exchanges, reductions: Reductions
+    session: Session, inputs: StepInputs, exchanges: Exchanges, reductions: Reductions, gathered: Sequence[Gathered]
 ) -> dict[str, LocalBatch]:
     setup, step, active, update = session.setup, inputs.step, inputs.active, inputs.update
     totals, state, captured = inputs.header.totals, inputs.header.state, inputs.captured
@@ -59,15 +65,22 @@ def _local_batches(
         nothing,
         *(m.individual_losses(totals.samples_per_weight, totals.n, setup.device) for m in captured),
     ])
-    wanted = {q.name: q.statistics(step, parameters, session.memories.of(q)) for q in active}
+    is_sharded = setup.shards is not None
+    values = gathered[-1] if is_sharded and active.wants("values") else parameters
+    wanted = {
+        q.name: q.statistics(step, values if active.needs[q.name].values else parameters, session.memories.of(q))
+        for q in active
+    }
 
     norms = SquaredNorms(parameters) if active.wants("squared_norms") else None
     slopes = None
-    if update is not None and not update.interrupted:
+    if update is not None and update.direction and (is_sharded or not update.interrupted):
         slopes = Projection(update.direction, len(losses), setup.facts.parts_of_updates)
     statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
     statistics += [statistic for each in wanted.values() for statistic in each.values()]
-    sums = BucketWalk(setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses), reductions).walk()
+    sums = BucketWalk(
+        setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses), reductions, gathered
+    ).walk()
     if update is not None and slopes is not None:
         update = update.ending(slopes.values / update.norm)
     batch = LocalBatch(
@@ -82,7 +95,9 @@ def _local_batches(
         losses_known=all(micro.tells_losses for micro in captured),
         has_gradients=all(micro.has_gradients for micro in captured),
         parameters=parameters,
-        every_parameter=state.every,
+        every_parameter={name: local(p) for name, p in setup.parameters.items()} if is_sharded else state.every,
+        own_parameters=setup.own(setup.held if is_sharded else parameters),
+        pieces=None if setup.shards is None else setup.shards.pieces,
         initial=session.initial,
         statistics={},
         reduced={},
@@ -120,7 +135,7 @@ def _local_batches(
 def _held(session: Session, inputs: StepInputs, batches: Sequence[MicroBatch]) -> Held:
     uses = [use for batch in batches for use in batch.uses]
     of_calls = [t for use in uses for t in (*tensors((use.args, use.kwargs)), *use.output_gradients.values())]
-    parameters = {memory_of(p) for p in session.setup.every.values()}
+    parameters = {memory_of(local(p)) for p in session.setup.parameters.values()}
     factors = {memory_of(t): _bytes(t) for t in of_calls}
     direction = inputs.update.direction if inputs.update is not None else None
     copies = [*session.initial.values(), *session.updates.spare, *inputs.parameter_gradients.copies]
@@ -151,7 +166,7 @@ def _eigenvalues(session: Session, inputs: StepInputs, exchanges: Exchanges) -> 
         wanting = [q for q in inputs.active if q.needs.eigenvalue == kind]
         try:
             result[kind] = largest_eigenvalue(
-                kind, s.world, s.bare, s.loss_fn, s.tracked, inputs.captured, weight, exchanges.confirm
+                kind, s.world, s.bare, s.loss_fn, s.trainable, inputs.captured, weight, exchanges.confirm
             )
         except NotTwiceError as error:
             if any(q.required for q in wanting):

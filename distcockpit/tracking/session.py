@@ -14,6 +14,7 @@ from distcockpit.capture.cover import Cover
 from distcockpit.curvature.diagonals import Diagonals
 from distcockpit.notices import Notices
 from distcockpit.replay.memory import give_back, is_out_of_memory
+from distcockpit.shards import is_piece
 from distcockpit.tracking.active import Actives
 from distcockpit.tracking.agreements import Agreements
 from distcockpit.tracking.attribution import Attribution
@@ -58,6 +59,7 @@ class Session:
     shutdown: Shutdown = field(init=False)
     part: int = field(init=False)  # a number that tells whether ranks are in the same part of the run
     keeps_initial: bool = field(init=False)
+    last_update: Callable[[Session], None] = lambda session: None  # records it when the run ends
     farewell: Callable[[Clock, int, str], None] = lambda clock, rows, reason: None
     _is_broken: bool = False  # whether a tracked step failed here after its header
     _begins_again: bool = False  # whether ranks must begin another part together
@@ -73,7 +75,8 @@ class Session:
         self.diagonals = Diagonals(setup.bare, setup.loss_fn)
         self.updates = Updates(setup, self.memories, recorder, self.notices)
         self.part = digest(setup.facts, 0)
-        self.keeps_initial = setup.world.rank == 0 and any(q.needs.initial for q in setup.quantities)
+        holds = setup.world.rank == 0 or setup.shards is not None
+        self.keeps_initial = holds and any(q.needs.initial for q in setup.quantities)
         self.shutdown = Shutdown(self._end, alone=setup.world.size == 1)
 
     # -- the order of steps --------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class Session:
         if self._first_tracked is None:
             self._first_tracked = step
             if self.keeps_initial and not self.initial and not self._goes_on:
-                self.initial = {name: p.detach().clone() for name, p in self.setup.tracked.items()}
+                self.initial = {name: p.clone() for name, p in self.setup.own(self.setup.held).items()}
         self.last_step = step
 
     def finished(self) -> None:
@@ -261,7 +264,9 @@ class Session:
             modules[layer.path] is not layer.module for layer in self.setup.layers
         ):  # replaced by others of the same kind
             self._adopt(self.setup.as_it_is())
-        if any(p is not self.setup.every[name] for name, p in every.items()):  # load_state_dict(assign=True)
+        before = self.setup.parameters
+        whole = {name for name, p in every.items() if is_piece(before[name]) and not is_piece(p)}  # since an evaluation
+        if any(p is not before[name] for name, p in every.items() if name not in whole):  # load_state_dict(assign=True)
             self.setup.forget_parameters()
             self._adopt(self.setup)
 
@@ -280,8 +285,10 @@ class Session:
         self.memories = Memories()
         self.updates.begin_part(setup, self.memories)
         if self.initial:  # measure a parameter's distance from where it was when it was added
-            known = {name: value for name, value in self.initial.items() if setup.every.get(name) is before.every[name]}
-            self.initial = {name: known.get(name, p.detach().clone()) for name, p in setup.tracked.items()}
+            now, then = setup.parameters, before.parameters
+            known = {name: value for name, value in self.initial.items() if now.get(name) is then[name]}
+            own = setup.own(setup.held)
+            self.initial = {name: known[name] if name in known else p.clone() for name, p in own.items()}
         change = before.change_to(setup)
         if self.recorder is not None:
             parameters = {name: list(shape) for name, shape in setup.facts.shapes.items()}
@@ -341,6 +348,10 @@ class Session:
             self.recorder.record(result)
         self.userlog.hand_on()
 
+    def await_later(self, sums: Pending) -> None:
+        """Remember sums that this rank must wait for before the run ends, although it has no use for them."""
+        self._outstanding.append(sums)
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -362,7 +373,7 @@ class Session:
         orderly = not reason
         try:
             if orderly:
-                self._record_last_displacement()
+                self.last_update(self)
                 if self.userlog.is_riding or self.joined.is_possible:
                     self._send_last_logs()
                 for pending in self._outstanding:
@@ -382,12 +393,6 @@ class Session:
             self.farewell(self.clock, self.recorder.n_rows, reason)
         if orderly:
             self._raise_fault()
-
-    def _record_last_displacement(self) -> None:
-        try:
-            self.updates.close()
-        except Exception as error:  # only rank 0 does this, and the others are about to exchange with it
-            logger.warning("distcockpit: the last update could not be recorded (%s).", error)
 
     def _send_last_logs(self) -> None:
         world, device = self.setup.world, self.setup.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from distcockpit.gradients.walk import BLOCK_ELEMENTS, even_pieces
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.replay.batch_norms import Modules, batchnorms, training
+from distcockpit.shards import Shards, is_sharded, local
 from distcockpit.world import World
 
 Bucket = dict[str, slice]
@@ -55,14 +56,42 @@ class Setup:
         object.__setattr__(self, "structure", structure_of(self.bare, self.optimizers))
 
     @cached_property
-    def tracked(self) -> dict[str, nn.Parameter]:
-        """The tracked parameters, by name."""
-        return {name: p for name, p in self.every.items() if name in self.facts.shapes}
+    def shards(self) -> Shards | None:
+        """What this rank holds of a sharded model."""
+        return Shards(self.bare, self.world.rank) if is_sharded(self.bare) else None
 
     @cached_property
-    def every(self) -> dict[str, nn.Parameter]:
-        """All parameters, by name."""
-        return dict(self.bare.named_parameters())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters, by name, as the optimizer knows them."""
+        return dict(self.bare.named_parameters()) if self.shards is None else self.shards.parameters
+
+    @property
+    def every(self) -> Mapping[str, Tensor]:
+        """All parameters, by name; stand-ins for sharded ones."""
+        return self.parameters if self.shards is None else self.shards.whole
+
+    @property
+    def tracked(self) -> Mapping[str, Tensor]:
+        """The tracked parameters, by name; stand-ins for sharded ones."""
+        if self.shards is None:
+            return self.trainable
+        return {name: tensor for name, tensor in self.shards.whole.items() if name in self.facts.shapes}
+
+    @cached_property
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The tracked parameters, by name, as the optimizer knows them."""
+        return {name: p for name, p in self.parameters.items() if name in self.facts.shapes}
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """What this rank holds of the tracked parameters, detached: all of them, or its pieces."""
+        return {name: local(p) for name, p in self.trainable.items()}
+
+    def own(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what this rank answers for, of what it holds: its pieces; of unsharded parameters all on rank 0."""
+        if self.shards is None:
+            return held if self.world.rank == 0 else Own(held, ())
+        return Own(held, {name for name, piece in self.shards.pieces.items() if piece.counts})
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -73,7 +102,7 @@ class Setup:
     @property
     def sums_are_in_grad(self) -> bool:
         """True if nobody averages what autograd leaves in ``.grad``, so that it needs no copy."""
-        return self.world.size == 1 and not self.wrappers
+        return self.world.size == 1 and not self.wrappers and self.shards is None
 
     @cached_property
     def may_copy_parameters(self) -> bool:
@@ -91,7 +120,7 @@ class Setup:
 
     def forget_parameters(self) -> None:
         """Drop the cached parameters, because the model now holds different ones."""
-        for name in ("every", "tracked"):
+        for name in ("shards", "parameters", "trainable"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -160,6 +189,27 @@ class Setup:
     def loss_scale(self) -> float | None:
         """Return the current loss scale of mixed precision, if there is a scaler."""
         return None if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+
+class Own(Mapping[str, Tensor]):
+    """Some tensors, flat and empty where another rank answers for them.
+
+    Args:
+        held: By name; asked for one after the other.
+        mine: The names of those that this rank answers for.
+    """
+
+    def __init__(self, held: Mapping[str, Tensor], mine: Collection[str]) -> None:
+        self._held, self._mine = held, mine
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._held[name] if name in self._mine else self._held[name].reshape(-1)[:0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def buckets(parameters: Mapping[str, Tensor], elements: int) -> list[Bucket]:

@@ -20,6 +20,7 @@ from distcockpit.losses.captured import CapturedMicroBatch, KnownLoss
 from distcockpit.quantities.batch import Update
 from distcockpit.replay.batch_norms import training
 from distcockpit.replay.memory import is_out_of_memory, release
+from distcockpit.tracking import sharded
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.checked import CheckedStep
 from distcockpit.tracking.finish import finish
@@ -133,6 +134,9 @@ class TrackedStep:
         self._active = session.actives.touched(self._step)
         is_as_it_was = not (self._active or session.updates.start) or session.setup.is_as_it_was()
         self._start = start = session.updates.finish(self._step, is_as_it_was=is_as_it_was)
+        if session.setup.shards is not None:
+            scale = session.setup.loss_scale()
+            self._ending = sharded.ending(session, self._step, self._previous, start, self._active, scale)
         self._is_awaited = session.joined.wait_for_parameters(self._step, session.setup.quantities)
         if not self._active:
             return
@@ -147,11 +151,15 @@ class TrackedStep:
         if self._mixing and not self._settled:
             self._checked.do_without_gradients(self._mixing, self._active.of_gradients)
         resumes, scale = session.resumes_at(self._step), setup.loss_scale()
-        self._ending = session.updates.ending(self._step, start, self._active, setup.tracked, scale, resumes=resumes)
+        if self._ending[0] is None:
+            start_here = None if setup.shards is not None else start
+            self._ending = session.updates.ending(
+                self._step, start_here, self._active, setup.tracked, scale, resumes=resumes
+            )
         if start is not None and self._ending[0] is not None:
             self._start = start = start.with_slopes(self._ending[0])
         self._starting = session.actives.of(q.starts(self._step) for q in setup.quantities)
-        self._versions = {name: p._version for name, p in setup.every.items()}
+        self._versions = {name: p._version for name, p in setup.parameters.items()}
         leaves = setup.facts.leaves
         observers = {
             q.name: (q.observe, frozenset(q.observed_layers(leaves))) for q in self._starting.with_need("outputs")
@@ -187,7 +195,8 @@ class TrackedStep:
             wrappers=setup.wrappers,
             settled=self._settled,
             goes_on=self._settled or not session.is_by_hand,
-            tracked=setup.tracked,
+            tracked={name: p for name, p in setup.tracked.items() if p.requires_grad},
+            shards=setup.shards,
         )
         self._capture.start()
 
@@ -255,10 +264,10 @@ class TrackedStep:
             self._starting,
             update,
             curvatures,
-            setup.every if session.updates.needs_values(self._starting) else None,
+            setup.parameters if session.updates.needs_values(self._starting) else None,
             lambda: session.clock.times(capture.forward_seconds, setup.world.traffic()),
             self._keeps_calls,
-            any(setup.every[name]._version != version for name, version in self._versions.items()),
+            any(setup.parameters[name]._version != version for name, version in self._versions.items()),
         )
         try:
             finish(session, inputs, Stamp(self._step, self._epoch, time.time(), header.totals.n), start_stamp)

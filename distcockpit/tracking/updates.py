@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,8 @@ from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
 from distcockpit.notices import Notices
 from distcockpit.quantities.base import Quantity
-from distcockpit.quantities.batch import Update
+from distcockpit.quantities.batch import ReplicatedValue, Update
+from distcockpit.shards import local
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.memories import Memories
 from distcockpit.tracking.packed import Layout, pack
@@ -157,18 +158,23 @@ class Updates:
 
         Args:
             start: What is kept of the step.
-            parameters: As they are before the update. They are copied, into the memory of the copies that the latest
-                update needed, but not those that are not trained.
+            parameters: As they are before the update. They are copied, or this rank's pieces of them, into the memory
+                of the copies that the latest update needed, but not those that are not trained.
         """
         values, versions = {}, {}
         self._lost = start.stamp  # until all is copied
         for name, p in parameters.items():
+            held = local(p)
             if not (p.requires_grad or name in self._moving):
-                values[name], versions[name] = p.detach(), (p, p._version)
+                values[name], versions[name] = held, (p, p._version)
                 continue
             spare = self._spare.get(name)
-            fits = spare is not None and spare.dtype == p.dtype and spare.shape == p.shape and spare.device == p.device
-            values[name] = spare.copy_(p.detach()) if spare is not None and fits else p.detach().clone()
+            fits = spare is not None and (spare.dtype, spare.shape, spare.device) == (
+                held.dtype,
+                held.shape,
+                held.device,
+            )
+            values[name] = spare.copy_(held) if spare is not None and fits else held.clone()
         self._start, self._spare, self._lost = replace(start, values=values, versions=versions), {}, None
 
     def lose(self, stamp: Stamp) -> None:
@@ -207,6 +213,8 @@ class Updates:
         if not is_as_it_was:
             self._cut = start.stamp
             return None
+        if self._setup.shards is not None:
+            return start
         if start.stamp.step == step - 1:
             self._record_displacement(start, now=now)
             return start
@@ -253,7 +261,8 @@ class Updates:
 
     def needs_values(self, starting: Active) -> bool:
         """True if this rank must keep the parameters of a step at which these rows begin."""
-        return starting.wants("update") or (starting.wants("displacement") and self._setup.world.rank == 0)
+        holds = self._setup.world.rank == 0 or self._setup.shards is not None
+        return starting.wants("update") or (starting.wants("displacement") and holds)
 
     def record_displacement(self) -> None:
         """Record how far the optimizer's step went, when no other step follows on this rank."""
@@ -273,13 +282,21 @@ class Updates:
         if self._recorder is None or not start.displaced:
             return
         d, device = start.displacement(self._setup.tracked if now is None else now), self._setup.device
-        facts = {
-            f"{q.name}/{key}": value
-            for q in start.displaced
-            for key, value in q.displacement(start.stamp.step, d, self._memories.of(q)).items()
-        }
-        rows = [(q, start.stamp) for q in start.displaced]
+        facts = {name: value for q in start.displaced for name, value in self._told(q, start.stamp.step, d)}
         nothing = Pending(pack({}, device))
         self._recorder.record(
-            Result(start.stamp.n, rows, Layout.of({}), nothing, Layout.of(facts), Pending(pack(facts, device)))
+            Result(
+                start.stamp.n,
+                [(q, start.stamp) for q in start.displaced],
+                Layout.of({}),
+                nothing,
+                Layout.of(facts),
+                Pending(pack(facts, device)),
+            )
         )
+
+    def _told(self, q: Quantity, step: int, d: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for key, value in q.displacement(step, d, self._memories.of(q)).items():
+            told = value.value if isinstance(value, ReplicatedValue) else value
+            if told is not None:
+                yield f"{q.name}/{key}", told

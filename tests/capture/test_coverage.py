@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import architectures
 import cases
@@ -12,9 +11,7 @@ import oracle
 import pytest
 import torch
 from compared_runs import check, mean_terms, quantities, train_sigmoid
-from loops import shows
 from panel_runs import track_batches
-from ranks import Ranks
 from torch import Tensor, nn
 
 from distcockpit import DistCockpit, every, open_run, presets
@@ -144,37 +141,3 @@ def test_complex_parameters_are_refused(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(3, 3, dtype=torch.cfloat))
     with pytest.raises(ValueError, match=r"'0' .*complex parameter 'weight'.*exclude=\['0'\]"):
         DistCockpit(net, store=tmp_path / "run", quantities=[q.GradNorm()])
-
-
-def wrap_in_fsdp(rank: int, size: int, group: Any, store: str) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    said = []
-    for part in (False, True):
-        net = cases.initialised("deep")
-        mesh = init_device_mesh("cpu", (size,))
-        fully_shard(net.middle if part else net, mesh=mesh)
-        try:
-            DistCockpit(net, nn.CrossEntropyLoss(), store=store, quantities=[MeanGSNR()])
-        except TypeError as error:
-            said.append(str(error))
-    net = cases.initialised("deep")
-    net.last.weight = nn.Parameter(distribute_tensor(net.last.weight, mesh, [Shard(1)]))
-    try:
-        DistCockpit(net, nn.CrossEntropyLoss(), store=store, quantities=[MeanGSNR()])
-    except TypeError as error:
-        said.append(str(error))
-    return said
-
-
-@shows("Refused with an error", "FSDP2 (`fully_shard`), whole or in part, and tensor parallelism")
-def test_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
-    for whole, part, tensor in ranks.run(4, wrap_in_fsdp, str(tmp_path / "run")):
-        assert (
-            whole.startswith("model=FSDPDeep is sharded with fully_shard (FSDP2)")
-            and "DistributedDataParallel" in whole
-        )
-        assert part.startswith("Module 'middle' of the model is sharded with fully_shard (FSDP2)")
-        assert tensor.startswith("Parameter 'last.weight' is a DTensor")

@@ -147,6 +147,43 @@ class Deep(nn.Module):
         return self.last(z)
 
 
+class Block(nn.Module):
+    """A residual block whose last matrix is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(6), nn.Linear(6, 10)
+        self.down = nn.Parameter(torch.randn(10, 6) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(self.norm(x))) @ self.down
+
+
+class Transformer(nn.Module):
+    """Tokens, positions, blocks, and a head; ``checkpoint`` as in `Deep`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 6), nn.Parameter(torch.randn(5, 6) / 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 5, bias=False)
+        self.checkpoint: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.tokens(x) + self.positions[: x.shape[1]]
+        for block in self.blocks:
+            z = block(z) if self.checkpoint is None else checkpoint(block, z, use_reentrant=self.checkpoint)
+        return self.head(self.norm(z)).transpose(1, 2)
+
+
+def partly_frozen() -> nn.Module:
+    """Frozen tokens, and a layer of which only the bias is trained, as in BitFit."""
+    net = Transformer()
+    for frozen in (net.tokens.weight, net.blocks[0].up.weight):
+        frozen.requires_grad_(False)
+    return net
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "sigmoid": sigmoid,
@@ -158,7 +195,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reused": Reused,
     "scaled": Scaled,
     "eval_batchnorm": EvalBatchNorm,
+    "transformer": Transformer,
+    "partly_frozen": partly_frozen,
 }
+ON_TOKENS = ("tokens", "tied", "transformer", "partly_frozen")
 
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.25])
 
@@ -200,7 +240,7 @@ def data(model: str, loss: str, step: int, n: int = N) -> tuple[Tensor, Tensor]:
     y = y[torch.randperm(n, generator=generator)]
     if LOSSES[loss].target == "real":
         y = torch.randn(n, 5, generator=generator)
-    if model in ("tokens", "tied"):
+    if model in ON_TOKENS:
         x = torch.randint(0, 7, (n, 4), generator=generator)
         y = torch.randint(0, 5, (n, 4), generator=generator)
         y[torch.rand(n, 4, generator=generator) < 0.3] = -100

@@ -14,7 +14,7 @@ import torch
 import xarray as xr
 from ranks import Ranks
 from torch import Tensor
-from train import Spec, everything, first_order, parameter_groups, train
+from train import Spec, everything, first_order, of_shards, parameter_groups, train
 
 from distcockpit import every, open_run
 
@@ -109,7 +109,7 @@ def check(
         for step, state in enumerate(states[:-1])
     ]
     each_step = [Case(spec, step, states, pooled) for step in range(spec.steps)]
-    chosen = everything() if curvature else first_order()
+    chosen = of_shards() if spec.sharded else everything() if curvature else first_order()
     checks = CHECKS | (more or {})
     wanted = {quantity.name: quantity.schedule or every(1) for quantity in chosen} | dict.fromkeys(more or {}, every(1))
     assert set(run.children) == set(wanted) | {"learning_rate", "log"} and set(wanted) < set(checks)
@@ -264,7 +264,8 @@ def check_noise_scale(row: xr.Dataset, case: Case) -> None:
     noise, signal = oracle.noise_scale(case.batch)
     close(row["noise"], noise, 1e-4)
     close(row["signal"], signal, 1e-4, 1e-5 * noise)
-    layers = {path: names for path, names in case.layers.items() if set(names) <= set(case.batch.gradients)}
+    trained = {path: [n for n in names if n in case.batch.gradients] for path, names in case.layers.items()}
+    layers = {path: names for path, names in trained.items() if names}
     assert list(row["layer"].values) == [path or "(model)" for path in layers]
     each = np.array([oracle.noise_scale(case.batch, names) for names in layers.values()])
     close(row["layer_noise"], each[:, 0], 1e-4, 1e-6 * noise)

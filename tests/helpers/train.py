@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +96,8 @@ class Spec:
     device: str = "cpu"
     buckets: int = 1  # parameters are dealt out to as many
     elements: int = 0  # or to buckets of at most so many, some rows of a parameter at a time
+    sharded: str = ""  # what `fully_shard` is applied to, see `fully_sharded`
+    fsdp: dict[str, Any] = field(default_factory=dict)  # its options
 
 
 def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -138,34 +142,112 @@ def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) 
 
 def _train(rank: int, size: int, group: Any, spec: Spec, curvature: bool) -> list[dict[str, Tensor]]:
     net = cases.initialised(spec.model).to(spec.device)
-    model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
+    options = {"schedule": every(1), **spec.options}
+    if spec.sharded:
+        model, options["process_group"] = fully_sharded(net, spec.sharded, group, spec.fsdp), group
+    else:
+        model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
     loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)
     chosen = everything() if curvature else first_order()
+    if spec.sharded:
+        chosen = of_shards()
     scaler = torch.amp.GradScaler(spec.device, init_scale=spec.factor, enabled=spec.factor != 1)
     states = []
-    options = {"quantities": chosen, "schedule": every(1), **spec.options}
+    options = {"quantities": chosen, **options}
     with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:
         for step in range(spec.steps):
-            states.append({k: v.detach().cpu().clone() for k, v in net.state_dict().items()})
+            states.append(whole_state(net))
             x, y = shard(spec, rank, step)
             optimizer.zero_grad()
             with cockpit.track(step, epoch=step // 2):
                 parts = list(zip(x.tensor_split(spec.accumulate), y.tensor_split(spec.accumulate), strict=True))
                 for i, (part, target) in enumerate(parts):
                     # DDP synchronises one backward call per forward pass; with two, the ranks do it by hand.
-                    local = group is not None and (spec.no_sync and i < len(parts) - 1 or spec.backwards > 1)
+                    local = (
+                        group is not None
+                        and not spec.sharded
+                        and (spec.no_sync and i < len(parts) - 1 or spec.backwards > 1)
+                    )
+                    if spec.sharded and hasattr(model, "set_requires_gradient_sync"):
+                        model.set_requires_gradient_sync(not spec.no_sync or i == len(parts) - 1)
                     with model.no_sync() if local else contextlib.nullcontext():
                         loss = loss_fn(cockpit(part), target) / (spec.accumulate * spec.backwards)
                         for k in range(spec.backwards):
                             scaler.scale(loss).backward(retain_graph=k < spec.backwards - 1)
             for p in net.parameters():
                 if p.grad is not None:
-                    if group is not None and spec.backwards > 1:
+                    if spec.sharded and not hasattr(p, "full_tensor"):  # which FSDP leaves alone
+                        torch.distributed.all_reduce(p.grad, group=group)
+                        p.grad /= size
+                    if group is not None and spec.backwards > 1 and not spec.sharded:
                         torch.distributed.all_reduce(p.grad, group=group)
                         p.grad /= size
                     p.grad /= spec.factor
                     if cases.LOSSES[spec.loss].module().reduction == "sum":
                         p.grad /= sum(spec.shards)
             optimizer.step()
-        states.append({k: v.detach().cpu().clone() for k, v in net.state_dict().items()})
+        states.append(whole_state(net))
     return states
+
+
+def whole_state(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, put together from all ranks."""
+    return {k: whole(v.detach()).cpu().clone() for k, v in net.state_dict().items()}
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@functools.cache
+def two_by_two() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def fully_sharded(net: nn.Module, how: str, group: Any, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Apply `fully_shard`.
+
+    Args:
+        net: The model.
+        how: "leaves", "blocks" or "root" say what is sharded by itself, besides the root; of a transformer its blocks
+            are. Then "hsdp", "last axis" where that is divisible, "grouped", "in part", "ignored", and "checkpointed"
+            (and "reentrant") or "compiled" blocks.
+        group: The ranks.
+        options: Of `fully_shard`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # as it does without a cockpit
+    mesh = two_by_two() if "hsdp" in how else DeviceMesh.from_group(group, "cpu")
+    options = {"mesh": mesh, **(options or {})}
+    if "last axis" in how:
+        size = mesh.size(-1)
+        options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.shape[-1] % size == 0 else Shard(0)
+    inside: list[nn.Module] = []
+    if isinstance(net, cases.Transformer) and "root" not in how:
+        inside = list(net.blocks)
+        if "checkpointed" in how:
+            net.checkpoint = "reentrant" in how
+        for block in net.blocks if "compiled" in how else ():
+            block.compile(backend="eager")
+        if "ignored" in how:  # and the user's own business from then on
+            options["ignored_params"] = {net.positions}
+    elif "leaves" in how:
+        inside = [m for m in net.modules() if m is not net and not any(m.children())]
+    elif "blocks" in how:
+        inside = list(net.children())
+    for module in inside:
+        if any(True for _ in module.parameters()):
+            fully_shard(module, **options)
+    if "grouped" in how:
+        fully_shard([net.norm, net.head], **options)
+    return net if "in part" in how else fully_shard(net, **options)
+
+
+def of_shards() -> list[q.Quantity]:
+    """What a sharded model has."""
+    return [each for each in first_order() if not isinstance(each, q.ParameterCondition)]
