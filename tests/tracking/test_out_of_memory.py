@@ -15,10 +15,12 @@ from allocator import Allocator
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from train import fully_sharded
 
 from distcockpit import DistCockpit, every, open_run, presets
 from distcockpit import quantities as q
 from distcockpit.quantities.alpha import STATUS
+from distcockpit.shards import local
 
 FIRST, CHECKING = 4, 3
 """When memory first runs out: not at the first steps, where users hear of everything; a step that checks itself."""
@@ -37,7 +39,7 @@ class Words(nn.Module):
 
 
 def chosen(what: str) -> list[q.Quantity]:
-    if what == "economy":
+    if what.startswith("economy"):
         return presets.economy()
     return [q.Alpha(), q.MeanGSNR(), q.NormTest(), q.UpdateSize(), q.OutputNorm(), q.GradHist2d()]
 
@@ -58,11 +60,15 @@ def train(
     """
     torch.manual_seed(0)
     net = Words()
-    model = net if group is None else DistributedDataParallel(net, process_group=group)
+    if "sharded" in what:
+        model = fully_sharded(net, "leaves" if "economy" in what else "root", group)
+    else:
+        model = net if group is None else DistributedDataParallel(net, process_group=group)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + rank)
     loss_fn, counts = nn.CrossEntropyLoss(), []
-    with DistCockpit(model, loss_fn, optimizer, store=store, quantities=chosen(what), schedule=every(1)) as cockpit:
+    options = {"quantities": chosen(what), "schedule": every(1), "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
         for step in range(steps):
             x, y = (torch.randint(7, shape, generator=generator) for shape in ((3, 3), (3,)))
             optimizer.zero_grad()
@@ -72,7 +78,7 @@ def train(
                 loss_fn(cockpit(x), y).backward()
             optimizer.step()
             counts.append(allocator.count)
-    return [p.detach().clone() for p in net.parameters()], counts
+    return [local(p).clone() for p in net.parameters()], counts
 
 
 def compare(store: Path, expected: Path, spoilt: set[int]) -> Iterator[str]:
@@ -110,7 +116,16 @@ def check(ranks: Ranks, size: int, folder: Path, what: str, steps: int, failing:
     assert list(compare(Path(failed), Path(plain), set(spoilt))) == [], failing if len(failing) < 9 else ""
 
 
-@pytest.mark.parametrize("what, size, every_so_many", [("economy", 1, 1), ("economy", 2, 4), ("named", 2, 4)])
+@pytest.mark.parametrize(
+    "what, size, every_so_many",
+    [
+        ("economy", 1, 1),
+        ("economy", 2, 4),
+        ("named", 2, 4),
+        ("economy, sharded", 2, 4),
+        ("named, sharded", 2, 4),
+    ],
+)
 def test_any_allocation_of_a_step(ranks: Ranks, tmp_path: Path, what: str, size: int, every_so_many: int) -> None:
     """Every second step has no memory at a later allocation, so that the next one shows that all goes on."""
     n = run(ranks, size, str(tmp_path / "first"), what, FIRST + 1, {FIRST: -1})[-1][1][FIRST]
