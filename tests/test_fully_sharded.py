@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from allocator import _is_ours
 from cases import ON_TOKENS
 from checks import check, run
+from loops import shows
 from ranks import Ranks
-from train import SHARDINGS, Spec, train
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from train import SHARDINGS, Spec, fully_sharded, make_optimizer, of_shards, train
 
-from distcockpit import open_run
+from distcockpit import DistCockpit, every, open_run, presets
+from distcockpit import quantities as q
 
 SHARDED: dict[str, dict[str, Any]] = {
     "blocks": {"reshard_after_forward": False},
@@ -145,3 +153,208 @@ def test_training_is_as_without(ranks: Ranks, tmp_path: Path, how: str) -> None:
     assert all(theirs == calls for _, theirs in others)
     assert len(calls) > 100 and any("reduce_scatter" in call for call in calls)
     assert len(open_run(spec.store)["alpha"]["step"]) == 4
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+BUDGET, WIDTH = 4 << 20, 1400
+
+
+def _is_fsdps(frame: Any) -> bool:
+    while frame is not None and "/torch/distributed/fsdp/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensors that the package makes, with the operations that make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if _is_ours(sys._getframe(1)) and not _is_fsdps(sys._getframe(1)):
+            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            for t in tree_leaves(result):
+                if type(t) is torch.Tensor and t.untyped_storage()._cdata not in given:
+                    frame = sys._getframe(1)
+                    while "/distcockpit/" not in frame.f_code.co_filename and frame.f_back is not None:
+                        frame = frame.f_back
+                    place = f"{function} in {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                    self.found[place] = max(self.found.get(place, 0), t.untyped_storage().nbytes())
+        return result
+
+
+def watch_allocations(rank: int, size: int, group: Any, store: str, how: str) -> dict[str, int]:
+    """Train a model whose matrices are larger than the budget; return the largest tensors that the package made."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(900, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 900))
+    model = fully_sharded(net, how, group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loss_fn, largest = nn.CrossEntropyLoss(), Largest()
+    chosen = [each for each in of_shards() if not isinstance(each, q.Parameters)]  # which stores all of them
+    options = {"quantities": chosen, "schedule": every(1), "memory_budget": BUDGET, "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+        for step in range(5):
+            x, y = torch.randint(900, (2, 3, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            with largest, cockpit.track(step):
+                loss_fn(cockpit(x).flatten(0, 1), y.flatten()).backward()
+            optimizer.step()
+    return {place: size for place, size in largest.found.items() if size > BUDGET}
+
+
+@pytest.mark.parametrize("how", ["leaves", "root"])
+def test_no_tensor_is_larger_than_the_budget(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    assert BUDGET < 900 * WIDTH * 4
+    assert ranks.run(4, watch_allocations, str(tmp_path / "run"), how) == [{}] * 4
+    run = open_run(tmp_path / "run").load()
+    assert np.isfinite(run["alpha"]["alpha"]).all() and np.isfinite(run["mean_gsnr"]["mean_gsnr"]).all()
+    assert not run.attrs.get("notices")
+
+
+# -- what is not there, and what is refused ----------------------------------------------------------------------------
+
+
+def train_presets(rank: int, size: int, group: Any, store: str) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model, optimizer = fully_sharded(net, "leaves", group), make_optimizer("adamw", net)
+    options = {"quantities": ["full", "layers"], "schedule": every(1), "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+        for step in range(3):
+            x, y = cases.data("mlp", "mean", step)
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x)  # leaves the root whole
+            with cockpit.track(step):
+                loss_fn(cockpit(x[6 * rank : 6 * rank + 6]), y[6 * rank : 6 * rank + 6]).backward()
+            optimizer.step()
+
+
+def test_presets_leave_out_what_cannot_be_had(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, train_presets, str(tmp_path / "run"))
+    run = open_run(tmp_path / "run").load()
+    wanted = {each.name: each for each in (*presets.full(), *presets.layers())}
+    left_out = {name for name, each in wanted.items() if each.needs.second_order} | {"parameter_condition"}
+    assert set(run.children) == (wanted.keys() - left_out) | {"learning_rate", "log"}
+    for name in run.children.keys() - {"log"}:
+        values = {k: v for k, v in run[name].data_vars.items() if v.dtype.kind == "f" and "seconds" not in str(k)}
+        assert all(np.isfinite(np.asarray(v)).any() for v in values.values()), name
+
+
+def refusals(rank: int, size: int, group: Any, store: str) -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    said = []
+
+    def construct(net: nn.Module, **options: Any) -> None:
+        try:
+            options = {"quantities": [q.Loss()], "process_group": group, **options}
+            DistCockpit(net, nn.CrossEntropyLoss(), store=store, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            said.append(str(error))
+
+    net = cases.initialised("deep")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    net.last.weight = nn.Parameter(distribute_tensor(net.last.weight, mesh, [Shard(1)]))
+    construct(net)
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = cases.initialised("mlp")
+    for layer in (net[0], net[2]):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, two["tensor"], [Shard(0)]))
+    construct(fully_shard(net, mesh=two["data"]))
+    construct(fully_shard(cases.initialised("mlp"), mesh=two["data"]))
+    whole = fully_sharded(cases.initialised("mlp"), "root", group)
+    construct(whole, track_batchnorm=True)
+    for quantity in (q.ParameterCondition(), q.HessTrace(), q.HessMaxEV(), q.CompressionError()):
+        construct(whole, quantities=[quantity])
+    construct(FullyShardedDataParallel(cases.initialised("mlp"), process_group=group, device_id=torch.device("cpu")))
+    return said
+
+
+@shows("Refused with an error", "tensor, expert and context parallelism, FSDP1")
+def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(4, refusals, str(tmp_path / "run")):
+        tensor, both, group, batch_norm, *quantities, fsdp1 = said
+        assert tensor.startswith("Parameter 'last.weight' is sharded as (Shard(dim=1),), by more than fully_shard")
+        assert "by more than fully_shard: tensor, expert and context parallelism are not supported" in both
+        assert "over ranks [0, 2]" in group or "over ranks [1, 3]" in group
+        assert "Pass process_group=" in group
+        assert batch_norm.startswith("track_batchnorm=True: the model is sharded with fully_shard")
+        names = ("parameter_condition", "hess_trace", "hess_max_ev", "compression_error")
+        for name, text in zip(names, quantities, strict=True):
+            assert text.startswith(f"quantity '{name}' needs whole parameters"), text
+        assert "FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+STEPS, SAVED, DIED = 7, 3, 4
+
+
+class Interrupted(Exception):
+    pass
+
+
+def train_and_resume(rank: int, size: int, group: Any, store: str, folder: str, how: str) -> str:
+    """A run of STEPS steps: "whole"; one that "dies" after DIED; or that "resumes" after SAVED."""
+    net, loss_fn = cases.initialised("transformer"), nn.CrossEntropyLoss()
+    model, optimizer = fully_sharded(net, "blocks of it", group), make_optimizer("adamw", net)
+    file, first = Path(folder, f"{rank}.pt"), 0
+    options = {"quantities": of_shards(), "schedule": every(1), "mode": "a", "process_group": group}
+    try:
+        with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+            if how == "resumes":
+                saved = torch.load(file, weights_only=False)  # the model's pieces are distributed tensors
+                net.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+                cockpit.load_state_dict(saved["cockpit"])
+                first = SAVED + 1
+            for step in range(first, STEPS):
+                x, y = cases.data("transformer", "token_mean", step)
+                mine = slice(6 * rank, 6 * rank + 5 + rank % 2)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    loss_fn(cockpit(x[mine]), y[mine]).backward()
+                optimizer.step()
+                if step == SAVED and how != "resumes":
+                    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(state | {"cockpit": cockpit.state_dict()}, file)
+                if step == DIED and how == "dies":
+                    raise Interrupted
+    except Interrupted:
+        return "died"
+    return "closed"
+
+
+def load_other(rank: int, size: int, group: Any, store: str, folder: str) -> list[str]:
+    """Load the state of another rank, and that of a sharded run into another kind of model."""
+    said = []
+    for net, at in ((fully_sharded(cases.initialised("transformer"), "root", group), 1 - rank), (None, rank)):
+        state = torch.load(Path(folder, f"{at}.pt"), weights_only=False)["cockpit"]
+        model = cases.initialised("transformer") if net is None else net
+        options = {"quantities": of_shards(), "schedule": every(1), "process_group": group, "mode": "w"}
+        cockpit = DistCockpit(model, None, make_optimizer("adamw", model), store=store, **options)
+        try:
+            cockpit.load_state_dict(state)
+        except ValueError as error:
+            said.append(str(error))
+        cockpit.close()
+    return said
+
+
+def test_resuming(ranks: Ranks, tmp_path: Path) -> None:
+    for name, how in (("whole", "whole"), ("run", "dies"), ("run", "resumes")):
+        ranks.run(2, train_and_resume, str(tmp_path / name), str(tmp_path), how)
+    whole, run = open_run(tmp_path / "whole").load(), open_run(tmp_path / "run").load()
+    assert run.attrs["state"] == "closed" and not run.attrs.get("notices")
+    for name in set(whole.children) - {"log", "time", "rank_health"}:
+        for field, values in whole[name].data_vars.items():
+            np.testing.assert_allclose(run[name][field], values, rtol=1e-12, atol=1e-12, err_msg=f"{name}/{field}")
+    for other, unsharded in ranks.run(2, load_other, str(tmp_path / "other"), str(tmp_path)):
+        assert "A sharded run keeps one state per rank" in other
+        assert "of a model that was sharded, but this one is unsharded" in unsharded

@@ -125,6 +125,24 @@ def test_ddp_waits_and_the_error_says_for_whom(tmp_path: Path) -> None:
     assert left and left == [0, 1, 2][: len(left)]
 
 
+@pytest.mark.parametrize("exchange", ["forward", "header", "sums"])
+def test_a_sharded_model_loses_a_rank(tmp_path: Path, exchange: str) -> None:
+    """Killed before the forward pass, where FSDP's own exchange fails, and in the cockpit's: the error says who."""
+    pause = {} if exchange == "forward" else {"pause": [exchange, 3], "go": str(tmp_path / "go")}
+    faults = {"1": ["kill", 3]} if exchange == "forward" else {}
+    with job(tmp_path, 2, steps=9, ddp=False, sharded=True, cockpit=LONG, faults=faults, **pause) as (first, second):
+        if pause:
+            for worker in (first, second):
+                worker.wait_for("pauses")
+            second.process.kill()
+            (tmp_path / "go").touch()
+        assert first.ends() == 3 and second.ends() == -signal.SIGKILL
+        assert "Missing: rank 1 (last seen in tracked step" in first.error()
+    left = rows(tmp_path)
+    assert left and left == [0, 1, 2][: len(left)]
+    verify(tmp_path / "run")
+
+
 def test_all_ranks_are_killed(tmp_path: Path) -> None:
     """As when a job is killed with its nodes; the same command resumes it, here from no checkpoint at all."""
     options: dict[str, Any] = {"cockpit": {"mode": "a", "store_options": {"flush_seconds": 0.1}}, "rest": 0.05}

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, StoreOptions, every
@@ -65,6 +67,8 @@ def main() -> None:
         method = {"init_method": f"file://{file}", "rank": rank, "world_size": size} if file else {}
         dist.init_process_group("gloo", timeout=timedelta(seconds=600), **method)
         model = DistributedDataParallel(net) if options.get("ddp", True) else net
+        if options.get("sharded"):
+            model = fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     settings = {"schedule": every(1), "timeout_seconds": 600, **options.get("cockpit", {})}
     settings["store_options"] = StoreOptions(**settings.get("store_options", {}))
