@@ -3,7 +3,8 @@
     python -m benchmarks.memory                        # the MLP; --model 3c3d
     python -m benchmarks.memory --model gpt            # a GPT of 10.9 million parameters, 8 x 128 tokens
     python -m benchmarks.memory --model gpt2           # GPT-2 small, 124 million parameters, 2 x 128 tokens
-    python -m benchmarks.memory --model gpt2 --ranks 2 # of rank 0 of a DDP job, each rank with such a batch
+    python -m benchmarks.memory --model gpt2 --ranks 2 # of a DDP job, the most on any rank, each with such a batch
+    python -m benchmarks.memory --model gpt --ranks 4 --sharded  # the same of a model sharded with fully_shard
 
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
 the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +36,11 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.collective import join
-from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, has_cockpit, make, write
+from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, fully_sharded, has_cockpit, make, write
 
 NAMES = {"mlp": ("GradHist2d", "economy", "business"), "3c3d": ("GradHist2d", "economy", "business")}
 NAMES |= {kind: ("GradNorm", "NormTest", "Alpha", "economy without updates", "economy") for kind in LARGE}
@@ -52,7 +55,7 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def growth(kind: str, name: str, folder: Path, *, ddp: bool = False) -> list[int]:
+def growth(kind: str, name: str, folder: Path, wrap: Callable[[nn.Module], nn.Module] = lambda net: net) -> list[int]:
     """Peak resident memory above what there was before the first step, in bytes, in each phase."""
     warnings.simplefilter("ignore")
     store = None if name not in VARIANTS else folder
@@ -61,7 +64,7 @@ def growth(kind: str, name: str, folder: Path, *, ddp: bool = False) -> list[int
     warm.close()
     torch.manual_seed(0)
     model, x = make(kind)
-    model = DistributedDataParallel(model) if ddp else model
+    model = wrap(model)
     if name.startswith("Cockpit: "):
         loop: Loop = CockpitLoop(model, x, name.removeprefix("Cockpit: "))
     else:
@@ -74,12 +77,14 @@ def growth(kind: str, name: str, folder: Path, *, ddp: bool = False) -> list[int
     return peaks
 
 
-def on_rank(rank: int, ranks: int, kind: str, name: str, folder: str) -> None:
-    """The same on one of several ranks; rank 0 prints it."""
+def on_rank(rank: int, ranks: int, kind: str, name: str, folder: str, sharded: bool) -> None:
+    """The same on one of several ranks; rank 0 prints the most that any of them takes."""
     join(rank, ranks, folder)
-    found = growth(kind, name, Path(folder), ddp=True)
+    found = growth(kind, name, Path(folder), fully_sharded if sharded else DistributedDataParallel)
+    every: list[list[int]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(every, found)
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(np.max(every, 0).tolist()), flush=True)
     dist.destroy_process_group()
 
 
@@ -91,12 +96,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some of the quantities")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--ranks", type=int, default=1, help="of a DDP job")
+    parser.add_argument("--sharded", action="store_true", help="with fully_shard instead of DDP")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         with tempfile.TemporaryDirectory() as folder:
             if args.ranks > 1:
-                mp.spawn(on_rank, (args.ranks, args.model, args.one, folder), nprocs=args.ranks)
+                mp.spawn(on_rank, (args.ranks, args.model, args.one, folder, args.sharded), nprocs=args.ranks)
             else:
                 print(json.dumps(growth(args.model, args.one, Path(folder))))
         return
@@ -106,7 +112,7 @@ def main() -> None:
     peaks: dict[str, list[list[int]]] = {name: [] for name in names}
     for name in track([name for _ in range(args.runs) for name in names], description=args.model):
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--ranks", str(args.ranks)]
-        command += ["--one", name]
+        command += ["--one", name, *(["--sharded"] if args.sharded else [])]
         environment = os.environ | (FIXED if args.malloc == "fixed" else {})
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         peaks[name].append(json.loads(output.splitlines()[-1]))
@@ -123,7 +129,7 @@ def main() -> None:
         table.add_row(name, *(cell for pair in cells for cell in pair))
     Console(width=130).print(table)
     if args.json:
-        write(args.json, "memory", {"model": args.model, "ranks": args.ranks, "bytes": peaks})
+        write(args.json, "memory", {"model": args.model, "ranks": args.ranks, "sharded": args.sharded, "bytes": peaks})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distcockpit import DistCockpit, __version__, every, presets
@@ -147,6 +148,18 @@ def make(kind: str) -> tuple[nn.Module, torch.Tensor]:
         channels = out
     layers += [nn.Flatten(), nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)]
     return nn.Sequential(*layers), torch.rand(32, 3, 32, 32)
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """The model with `fully_shard` applied to its blocks and itself, over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in list(model.modules()):
+        if type(module).__name__ in ("GptBlock", "GPT2Block"):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class Loop:

@@ -11,6 +11,7 @@ import os
 import lightning.pytorch as pl
 import torch
 from digits import make_data, make_model
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(module_class: type[pl.LightningModule] = Digits) -> None:
+def main(module_class: type[pl.LightningModule] = Digits, strategy: Strategy | str = "ddp") -> None:
     arguments = parse_arguments()
     pl.seed_everything(0, verbose=False)
     loader = DataLoader(make_data(0)[0], batch_size=32, shuffle=True)
@@ -55,7 +56,7 @@ def main(module_class: type[pl.LightningModule] = Digits) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", 1)),  # under torchrun
-        strategy="ddp" if "WORLD_SIZE" in os.environ else "auto",
+        strategy=strategy if "WORLD_SIZE" in os.environ else "auto",
         max_steps=arguments.steps,
         accumulate_grad_batches=arguments.accumulate,
         callbacks=[callback],

@@ -60,6 +60,20 @@ def test_framework(tmp_path: Path, framework: str, world_size: int) -> None:
             np.testing.assert_allclose(row[name], expected[name], rtol=2e-3, err_msg=name)
 
 
+@shows("Frameworks", "Lightning with `ModelParallelStrategy` and `fully_shard`")
+def test_lightning_with_a_sharded_model(tmp_path: Path) -> None:
+    """The same rows as with DDP."""
+    for framework in ("lightning", "sharded"):
+        command = ["torchrun", "--nproc_per_node=2", "tests/helpers/framework_jobs.py", framework]
+        said = run(*command, str(tmp_path / framework), str(tmp_path), allowed="Warning", **QUIET)
+        assert f"{STEPS - 1} values of alpha on 2 ranks" in said
+    ddp, sharded = (open_run(tmp_path / framework).load() for framework in ("lightning", "sharded"))
+    assert set(ddp.children) == set(sharded.children)
+    for name in ("loss", "norm_test", "grad_norm", "alpha", "distance", "update_size"):
+        for field, values in ddp[name].data_vars.items():
+            np.testing.assert_allclose(sharded[name][field], values, rtol=1e-4, atol=1e-7, err_msg=f"{name}/{field}")
+
+
 def fit_trainer(folder: Path, kind: str, resume: str | None = None, steps: int = 4, **options: Any) -> Small:
     from transformers import Trainer, TrainingArguments
 

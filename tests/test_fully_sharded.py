@@ -47,6 +47,10 @@ def table(ranks: Ranks, folder: Path, *args: str, **more: Any) -> None:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+WRAPPED = "applied to layers, blocks or the root alone, over one axis of ranks or two (HSDP)"
+
+
+@shows("`fully_shard` (FSDP2)", WRAPPED)
 @pytest.mark.parametrize("how", ["leaves", "root"])
 @pytest.mark.parametrize("sharding", ["even 2", "uneven 2", "uneven 4", "empty rank"])
 def test_panel(ranks: Ranks, tmp_path: Path, how: str, sharding: str) -> None:
@@ -83,6 +87,11 @@ def test_loops(ranks: Ranks, tmp_path: Path, loop: dict) -> None:
     table(ranks, tmp_path, "sigmoid", "leaves", "uneven 2", **loop)
 
 
+@shows(
+    "`fully_shard` (FSDP2)",
+    "activation checkpointing, compiled blocks, CPU offload, `ignored_params`, several modules in one call, frozen "
+    "parameters, accumulation with and without synchronisation, low precision",
+)
 @pytest.mark.parametrize(
     "how", ["hsdp", "checkpointed", "checkpointed, reentrant", "compiled", "grouped", "ignored", "in part", "offloaded"]
 )

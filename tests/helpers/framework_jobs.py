@@ -44,6 +44,24 @@ def run_lightning() -> None:
     main(Watched)
 
 
+def run_lightning_sharded() -> None:
+    """With fully_shard."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning_digits import Digits, main
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(Digits):
+        def configure_model(self) -> None:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    size = int(os.environ["WORLD_SIZE"])
+    main(Sharded, ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1))
+
+
 def run_transformers() -> None:
     from gpt2 import make_model
     from transformers import Trainer
@@ -68,7 +86,8 @@ def run_transformers() -> None:
 if __name__ == "__main__":
     framework, store, folder = sys.argv[1:]
     sys.argv[1:] = ["--store", store, "--steps", str(STEPS), "--every", "1", "--accumulate", str(MICROS)]
-    {"lightning": run_lightning, "transformers": run_transformers}[framework]()
+    jobs = {"lightning": run_lightning, "sharded": run_lightning_sharded, "transformers": run_transformers}
+    jobs[framework]()
     for k, (losses, gradients, terms, values) in enumerate(FOUND[: STEPS * MICROS]):
         path = f"{folder}/{os.environ.get('RANK', '0')}-{k}.npz"
         np.savez(path, losses=losses, gradients=gradients, terms=terms, values=values)

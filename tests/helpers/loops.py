@@ -562,6 +562,7 @@ ROWS = (
     "Sequences",
     "Optimizers",
     "DDP",
+    "`fully_shard` (FSDP2)",
     "Activation checkpointing",
     "`torch.compile`",
     "Evaluation",

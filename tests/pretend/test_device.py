@@ -96,7 +96,7 @@ def test_it_is_like_an_accelerator(call: Call) -> None:
 
 @pytest.mark.parametrize("model", cases.MODELS)
 def test_table(call: Call, tmp_path: Path, model: str) -> None:
-    loss = "token_mean" if model in ("tied", "tokens") else "mean"
+    loss = "token_mean" if model in cases.ON_TOKENS else "mean"
     call(programs.table, str(tmp_path / "run"), model, loss, model in ("mlp", "cnn", "sigmoid"))
 
 
