@@ -41,8 +41,8 @@ class Piece:
         """The piece itself, detached."""
         return local(self.parameter)
 
-    def put(self, rows: slice, value: Tensor, there: Tensor) -> None:
-        """Copy what the piece has of some rows to its place among them.
+    def common(self, rows: slice, value: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the piece and some rows have in common: as a part of the piece, and of the rows.
 
         Args:
             rows: Of the whole parameter.
@@ -50,14 +50,19 @@ class Piece:
             there: The rows, ``[rows, *]``.
         """
         if not self.place:
-            there.copy_(value)
-            return
-        own, total = self.place[0], len(there)
-        first = rows.start or 0
-        start, stop = max(own.start, first), min(own.stop, first + total)
-        if start < stop:
-            target = there[(slice(start - first, stop - first), *self.place[1:])]
-            target.copy_(value[start - own.start : stop - own.start])
+            return value, there
+        own, first = self.place[0], rows.start or 0
+        start, stop = max(own.start, first), min(own.stop, first + len(there))
+        if start >= stop:
+            return value[:0], there[:0]
+        part = there[(slice(start - first, stop - first), *self.place[1:])]
+        return value[start - own.start : stop - own.start], part
+
+    def put(self, rows: slice, value: Tensor, there: Tensor) -> None:
+        """Copy what the piece has of some rows to its place among them; arguments as for `common`."""
+        part, target = self.common(rows, value, there)
+        if target.numel():
+            target.copy_(part)
 
 
 def is_piece(tensor: object) -> bool:

@@ -121,6 +121,31 @@ def test_low_precision(ranks: Ranks, tmp_path: Path) -> None:
     np.testing.assert_array_equal(here["parameters"]["head.weight"][0], there["parameters"]["head.weight"][0])
 
 
+def test_what_fsdp_delivers(ranks: Ranks, tmp_path: Path) -> None:
+    """`CompressionError` is that of DDP: means of uneven ranks are not G; and reducing in bfloat16 is an error."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    rounds = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    found = {}
+    for name, how, more in (
+        ("ddp", "", {}),
+        ("blocks of it", "blocks of it", {"elements": 16}),
+        ("hsdp", "hsdp", {"accumulate": 1}),
+        ("rounded", "blocks of it", {"fsdp": rounds}),
+    ):
+        options = {"quantities": [q.CompressionError()]}
+        spec = spec_of(tmp_path / name, "transformer", how, "uneven 4", options=options, **more)
+        ranks.run(4, train, spec)
+        found[name] = open_run(spec.store).load()["compression_error"]
+    ddp, rounded = found["ddp"], found["rounded"]
+    assert (ddp["total"] > 0.05).all() and (ddp["hook_total"] < 1e-6).all()
+    for name in ("blocks of it", "hsdp"):
+        for field in ("error", "total", "cosine"):
+            np.testing.assert_allclose(found[name][field], ddp[field], rtol=1e-3, atol=1e-6, err_msg=f"{name} {field}")
+        assert (found[name]["hook_total"] < 1e-5).all()
+    assert (rounded["hook_total"] > 1e-4).all() and (rounded["hook_total"] < 0.02).all()
+
+
 # -- the run is as without a cockpit -----------------------------------------------------------------------------------
 
 OURS = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "gather_object", "new_group")
@@ -279,7 +304,7 @@ def refusals(rank: int, size: int, group: Any, store: str) -> list[str]:
     construct(fully_shard(cases.initialised("mlp"), mesh=two["data"]))
     whole = fully_sharded(cases.initialised("mlp"), "root", group)
     construct(whole, track_batchnorm=True)
-    for quantity in (q.ParameterCondition(), q.HessTrace(), q.HessMaxEV(), q.CompressionError()):
+    for quantity in (q.ParameterCondition(), q.HessTrace(), q.HessMaxEV()):
         construct(whole, quantities=[quantity])
     construct(FullyShardedDataParallel(cases.initialised("mlp"), process_group=group, device_id=torch.device("cpu")))
     return said
@@ -294,7 +319,7 @@ def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
         assert "over ranks [0, 2]" in group or "over ranks [1, 3]" in group
         assert "Pass process_group=" in group
         assert batch_norm.startswith("track_batchnorm=True: the model is sharded with fully_shard")
-        names = ("parameter_condition", "hess_trace", "hess_max_ev", "compression_error")
+        names = ("parameter_condition", "hess_trace", "hess_max_ev")
         for name, text in zip(names, quantities, strict=True):
             assert text.startswith(f"quantity '{name}' needs whole parameters"), text
         assert "FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1

@@ -14,6 +14,7 @@ from torch import Tensor
 from distcockpit.capture.signature import signature
 from distcockpit.gradients.factors import rows_of
 from distcockpit.replay.devices import products_round
+from distcockpit.shards import local
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -30,6 +31,7 @@ class ParameterGradients:
         summed: Those whose sums are wanted.
         in_grad: Whether ``.grad`` may serve as the sum, which needs no copy: nobody averages it.
         keep_left: Whether to keep what is in ``.grad`` before.
+        held: The same parameters as the optimizer knows them, if those are sharded.
     """
 
     def __init__(
@@ -40,11 +42,15 @@ class ParameterGradients:
         summed: Collection[str] = (),
         in_grad: bool = False,
         keep_left: bool = False,
+        held: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._parameters, self._checked, self._summed, self._in_grad = parameters, checked, summed, in_grad
         self.paused = False
+        self._held_pieces = held or {}
+        kept = self._held_pieces.items() if keep_left else ()
+        self._left_of_pieces = {name: local(p.grad).clone() for name, p in kept if p.grad is not None}
         self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first gradient arrived
-        if keep_left:
+        if keep_left and held is None:
             self.left = {name: _copied(p.grad) for name, p in parameters.items()}
             self._held = {name: p.grad for name, p in parameters.items()}
             self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
@@ -119,6 +125,14 @@ class ParameterGradients:
         if p.grad._version == self._versions[name]:
             return now - before.double()
         return now.where(before == 0, torch.nan)
+
+    def added_to_piece(self, name: str) -> Tensor:
+        """Return what the step added to this rank's piece of ``.grad``, float64; NaN if there was nothing to add to."""
+        p, before = self._held_pieces[name], self._left_of_pieces.get(name)
+        if p.grad is None:
+            return torch.zeros_like(local(p), dtype=torch.float64)
+        now = local(p.grad).double()
+        return now if before is None else now - before.double()
 
     @property
     def is_rounded(self) -> bool:

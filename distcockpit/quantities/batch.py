@@ -165,8 +165,9 @@ class Shard:
 class Averaged:
     """The gradient that the optimizer gets, before clipping, in the scale in which it was accumulated; of a bucket."""
 
-    held: Mapping[str, Tensor]  # float64: what the step added to .grad on this rank
-    plain: Mapping[str, Tensor]  # float64: the mean over ranks of each rank's autograd gradient
+    held: Mapping[str, Tensor]  # float64: what the step added to .grad on this rank; if sharded, to its piece
+    plain: Mapping[str, Tensor]  # float64: the mean over ranks of each rank's autograd gradient, of the same elements
+    mean: Mapping[str, Tensor]  # G, likewise
 
 
 @dataclass(frozen=True)

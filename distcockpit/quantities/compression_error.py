@@ -51,10 +51,10 @@ class CompressionError(Quantity):
         return Group(fields, {"parameter": model.parameters})
 
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
-        """Inner products that are the same on all ranks with samples."""
+        """Inner products: the same on all ranks with samples; of a sharded model, those of this rank's pieces."""
         averaged = bucket.averaged
         assert averaged is not None
-        mean, held, plain = bucket.mean, averaged.held, averaged.plain
+        mean, held, plain = averaged.mean, averaged.held, averaged.plain
         products = [
             [kernels.squared_norm(each) for each in (held[n], mean[n], plain[n], held[n] - plain[n])]
             + [kernels.inner_products([held[n]], [mean[n].double()])[0]]
@@ -65,9 +65,13 @@ class CompressionError(Quantity):
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The same, and this rank's part of the scale."""
-        knows, products = float(batch.local_n > 0), batch.reduced["products"]
+        products = batch.reduced["products"]
+        if batch.pieces is None:
+            knows, counts = float(batch.local_n > 0), batch.local_n > 0
+        else:
+            knows, counts = float(batch.rank == 0), True
         return {
-            "products": products if knows else torch.zeros_like(products),
+            "products": products if counts else torch.zeros_like(products),
             "ranks": batch.vector([knows])[0],
             "factor": batch.scale_of_grad / batch.world_size,
         }

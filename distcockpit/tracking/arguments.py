@@ -448,7 +448,7 @@ def available(
 
 def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None, optimizers: Optimizers) -> None:
     needs = quantity.needs
-    if is_sharded(bare) and (needs.second_order or needs.averaged or isinstance(quantity, ParameterCondition)):
+    if is_sharded(bare) and (needs.second_order or isinstance(quantity, ParameterCondition)):
         raise ValueError(
             f"quantity '{quantity.name}' needs whole parameters, but the model is sharded with fully_shard. Leave the "
             "quantity out, or track a smaller model with DistributedDataParallel."

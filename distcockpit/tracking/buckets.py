@@ -97,6 +97,7 @@ class BucketWalk:
         self._subtracts_squares = active.subtracts_squares
         self._rounded = rounded_convolutions(inputs, setup.device)
         self._factor = None if setup.batch_statistics_are_constants else factor_of_autograds(inputs)
+        self._scale = scale_of_autograds(inputs) if active.wants("averaged") and setup.shards is not None else 1.0
         self._calls: Calls = calls_by_parameter(batches) if self._subtracts_squares else {}
         self._index = {name: k for k, name in enumerate(setup.tracked)}
         nothing = torch.zeros(0, dtype=torch.float64, device=setup.device)
@@ -168,7 +169,9 @@ class BucketWalk:
         vectors: dict[object, Sequence[Tensor]] = {MEAN: summed}
         vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in self._curvature.items()}
         vectors |= {SQUARES: [adding.flat_squares]} if isinstance(adding, PowerSums) else {}
-        if AVERAGED in exchanges.kinds:
+        if AVERAGED in exchanges.kinds and self._setup.shards is not None:  # nobody holds autograd's gradients
+            vectors |= {AVERAGED: [own[name].double() / self._scale for name in rows]}
+        elif AVERAGED in exchanges.kinds:
             seen = {name: inputs.parameter_gradients.times(1, name, part) for name, part in rows.items()}
             vectors |= {AVERAGED: [torch.zeros_like(parameters[n]) if g is None else g for n, g in seen.items()]}
         return _Begun(rows, own, exact, rounded, exchanges.start(elements(self._values, rows), vectors))
@@ -232,10 +235,11 @@ class BucketWalk:
         averaged: Averaged | None = None
         if AVERAGED in pooled:
             shapes = {name: rows_of(self._values[name], part).shape for name, part in rows.items()}
-            averaged = Averaged(
-                {name: inputs.parameter_gradients.added(name, part) for name, part in rows.items()},
-                cut(pooled[AVERAGED] / ranks, shapes),
-            )
+            plain = cut(pooled[AVERAGED] / ranks, shapes)
+            averaged = self._averaged_pieces(rows, mean, plain)
+            if averaged is None:
+                held = {name: inputs.parameter_gradients.added(name, part) for name, part in rows.items()}
+                averaged = Averaged(held, plain, mean)
         flat = nothing
         if mean and pooled.keys() - {MEAN, AVERAGED}:
             flat = pooled[MEAN] if MEAN in pooled else torch.cat([g.double().reshape(-1) for g in mean.values()])
@@ -259,6 +263,23 @@ class BucketWalk:
             ),
             averaged=averaged,
         )
+
+    def _averaged_pieces(
+        self, rows: Bucket, mean: Mapping[str, Tensor], plain: Mapping[str, Tensor]
+    ) -> Averaged | None:
+        """Return what this rank's pieces of ``.grad`` have of a bucket, with the same elements of the others."""
+        shards = self._setup.shards
+        if shards is None:
+            return None
+        parts: tuple[dict[str, Tensor], ...] = ({}, {}, {})
+        for name, part in rows.items():
+            piece = shards.pieces[name]
+            held = self._inputs.parameter_gradients.added_to_piece(name)
+            there, of_plain = piece.common(part, held, plain[name])
+            _, of_mean = piece.common(part, held, mean[name])
+            for found, values in zip(parts, (there, of_plain, of_mean), strict=True):
+                found[name] = values if piece.counts else values[:0] if values.dim() else values.reshape(-1)[:0]
+        return Averaged(*parts)
 
     def _own(self, rows: Bucket, mean: Mapping[str, Tensor], mine: slice) -> dict[str, Tensor]:
         """Return the part of G that this rank answers for, by parameter."""
@@ -327,6 +348,18 @@ def rounded_convolutions(inputs: StepInputs, device: torch.device) -> set[str]:
     uses = [use for micro in inputs.captured for use in micro.uses]
     convolving = [use for use in uses if use.closed is None or isinstance(use.closed, ConvolutionRule)]
     return {name for use in convolving for name in use.layer.parameters.values()}
+
+
+def scale_of_autograds(inputs: StepInputs) -> float | Tensor:
+    """Return by what this rank's part of G exceeds what autograd delivered; NaN if micro-batches differ in it."""
+    totals = inputs.header.totals
+    scales = [micro.scale.unscale for micro in inputs.captured if micro.weight]
+    if not scales:
+        return 1.0  # of zeros
+    same = all(scale is scales[0] or not isinstance(scale, Tensor) and scale == scales[0] for scale in scales)
+    if totals.is_mixed or not same:
+        return float("nan")
+    return scales[0] * totals.samples_per_weight / totals.n
 
 
 def factor_of_autograds(inputs: StepInputs) -> float | Tensor | None:

@@ -170,7 +170,7 @@ class TrackedStep:
         wants_sums = self._active.takes_autograds_sums or self._active.wants("averaged")
         in_grad = setup.sums_are_in_grad and not (session.copies_gradients or self._active.wants("averaged"))
         summed = setup.tracked if wants_sums and (in_grad or setup.may_copy_parameters) else {}
-        if self._active.wants("averaged"):
+        if self._active.wants("averaged") and setup.shards is None:
             summed = setup.tracked
         check = attribution.check
         has_sums = summed and not check.broken and not setup.batch_statistics_are_constants
@@ -191,6 +191,7 @@ class TrackedStep:
                 summed=summed,
                 in_grad=in_grad,
                 keep_left=self._active.wants("averaged"),
+                held=None if setup.shards is None else setup.trainable,
             ),
             wrappers=setup.wrappers,
             settled=self._settled,
