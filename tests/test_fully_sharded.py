@@ -146,6 +146,30 @@ def test_what_fsdp_delivers(ranks: Ranks, tmp_path: Path) -> None:
     assert (rounded["hook_total"] > 1e-4).all() and (rounded["hook_total"] < 0.02).all()
 
 
+def drift(rank: int, size: int, group: Any, store: str) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model, optimizer = fully_sharded(net, "leaves, hsdp", group), make_optimizer("adamw", net)
+    options = {"quantities": [q.ReplicaDrift()], "schedule": every(1), "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+        for step in range(3):
+            if step == 2 and rank == 3:
+                with torch.no_grad():
+                    net[2].weight.to_local()[0, 0] += 1
+            x, y = cases.data("mlp", "mean", step)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(x[6 * rank : 6 * rank + 6]), y[6 * rank : 6 * rank + 6]).backward()
+            optimizer.step()
+
+
+def test_drift_between_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks 1 and 3 hold the same shards, ranks 0 and 2 others."""
+    ranks.run(4, drift, str(tmp_path / "run"))
+    rows = open_run(tmp_path / "run").load()["replica_drift"]
+    assert list(rows["replica_drift"].values) == [0, 0, 1]
+    assert np.argwhere(rows["differs"].values).tolist() == [[2, 2, 3]]
+
+
 # -- the run is as without a cockpit -----------------------------------------------------------------------------------
 
 OURS = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "gather_object", "new_group")
@@ -306,6 +330,19 @@ def refusals(rank: int, size: int, group: Any, store: str) -> list[str]:
     construct(whole, track_batchnorm=True)
     for quantity in (q.ParameterCondition(), q.HessTrace(), q.HessMaxEV()):
         construct(whole, quantities=[quantity])
+    net = cases.initialised("mlp")
+    stepping = fully_sharded(net, "leaves", group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with DistCockpit(
+        stepping, nn.CrossEntropyLoss(), store=store, quantities=[q.NormTest()], process_group=group
+    ) as ck:
+        try:
+            with ck.track(0):
+                x, y = cases.data("mlp", "mean", 0)
+                nn.functional.cross_entropy(ck(x), y).backward()
+                optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
     construct(FullyShardedDataParallel(cases.initialised("mlp"), process_group=group, device_id=torch.device("cpu")))
     return said
 
@@ -313,7 +350,7 @@ def refusals(rank: int, size: int, group: Any, store: str) -> list[str]:
 @shows("Refused with an error", "tensor, expert and context parallelism, FSDP1")
 def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(4, refusals, str(tmp_path / "run")):
-        tensor, both, group, batch_norm, *quantities, fsdp1 = said
+        tensor, both, group, batch_norm, *quantities, stepped, fsdp1 = said
         assert tensor.startswith("Parameter 'last.weight' is sharded as (Shard(dim=1),), by more than fully_shard")
         assert "by more than fully_shard: tensor, expert and context parallelism are not supported" in both
         assert "over ranks [0, 2]" in group or "over ranks [1, 3]" in group
@@ -322,6 +359,7 @@ def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
         names = ("parameter_condition", "hess_trace", "hess_max_ev")
         for name, text in zip(names, quantities, strict=True):
             assert text.startswith(f"quantity '{name}' needs whole parameters"), text
+        assert "changed inside `track`" in stepped
         assert "FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1
 
 
