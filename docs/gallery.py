@@ -65,9 +65,11 @@ def write_gallery(app: Any) -> None:
 def _train() -> None:
     many = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    RUNS.mkdir(exist_ok=True)
     if not (RUNS / "vanishing.zarr").exists():
         bugs = [*many, str(EXAMPLES / "three_bugs.py"), "--folder", str(RUNS)]
-        subprocess.run(bugs, check=True, env=environment, stdout=subprocess.DEVNULL)
+        with (RUNS / "three_bugs.txt").open("w") as said:
+            subprocess.run(bugs, check=True, env=environment, stdout=said)
     for name, preset in (("digits", "full"), ("layers", "layers")):
         if not (RUNS / f"{name}.zarr").exists():
             digits = [*many, str(EXAMPLES / "digits.py"), "--quantities", preset, "--every", "5", "--steps", "150"]

@@ -167,9 +167,35 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 1200
 
 
-@pytest.mark.smoke
+def check_three_bugs(folder: Path) -> None:
+    """What examples/three_bugs.py said and drew: the findings that its page tells of, and none in the healthy run."""
+    said = (folder / "three_bugs.txt").read_text()
+    parts = dict(re.findall(r"^(\w+): ?(.*(?:\n  .*)*)", said, re.MULTILINE))
+    # A rank may be slow where other work is on the machine; nothing else depends on that.
+    healthy = [line for line in parts["healthy"].splitlines() if line and not re.search(r"rank \d is slow", line)]
+    assert healthy in ([], ["nothing looks wrong"])
+    page = (ROOT / "docs/three_bugs.md").read_text()
+    for bug, words in {
+        "learning_rate": [
+            "wrong: NaN or infinity from step",
+            "wrong: the loss is not finite from step",
+            "wrong: the loss jumps",
+            "look: steps overshoot: α is above 0.5",
+        ],
+        "one_rank": ["wrong: rank 2 differs: its loss"],
+        "vanishing": ["look: the loss does not fall", "wrong: gradients vanish towards the input"],
+    }.items():
+        for found in words:
+            assert found in parts[bug] and found in page
+        assert (folder / f"bug_{bug}.png").stat().st_size > 10_000
+        assert f"](bug_{bug}.png)" in page and (ROOT / f"docs/bug_{bug}.png").exists()
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Its gallery trains runs and draws them; a link inside of it that leads nowhere is a warning."""
+    """Its gallery trains runs and draws them; a link inside of it that leads nowhere is a warning.
+
+    Among these runs are those of the page on three bugs.
+    """
     source = tmp_path / "repository"
     shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("_runs", "gallery", "gallery.rst"))
     shutil.copytree(ROOT / "examples", source / "examples")
@@ -177,6 +203,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(source / "docs"), str(tmp_path / "site")]
     done = subprocess.run(build, capture_output=True, text=True, timeout=HANG * 5)
     assert done.returncode == 0, done.stderr
+    check_three_bugs(source / "docs" / "_runs")
     pages = {path.stem: path.read_text() for path in (tmp_path / "site" / "gallery").glob("*.html")}
     named = {n for n, kind in vars(quantities).items() if isinstance(kind, type) and issubclass(kind, Quantity)}
     assert set(pages) == named - {"Quantity"}
