@@ -122,8 +122,8 @@ def check(ranks: Ranks, size: int, folder: Path, what: str, steps: int, failing:
         ("economy", 1, 1),
         ("economy", 2, 4),
         ("named", 2, 4),
-        ("economy, sharded", 2, 4),
-        ("named, sharded", 2, 4),
+        ("economy, sharded", 2, 9),
+        ("named, sharded", 2, 9),
     ],
 )
 def test_any_allocation_of_a_step(ranks: Ranks, tmp_path: Path, what: str, size: int, every_so_many: int) -> None:
