@@ -80,6 +80,7 @@ def test_wrapping(ranks: Ranks, tmp_path: Path, how: str) -> None:
         ("scaled", "root"),
         ("reused", "root"),
         ("partly_frozen", ""),
+        ("partly_frozen_recurrence", "blocks"),
     ],
 )
 def test_layers(ranks: Ranks, tmp_path: Path, model: str, how: str) -> None:
@@ -111,13 +112,14 @@ def test_transformer(ranks: Ranks, tmp_path: Path, how: str) -> None:
     table(ranks, tmp_path, "transformer", how, "uneven 4", fsdp=fsdp, **rows)
 
 
-def test_low_precision(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model, last", [("transformer", "head.weight"), ("sigmoid", "4.weight")])
+def test_low_precision(ranks: Ranks, tmp_path: Path, model: str, last: str) -> None:
     """The network that computes in bfloat16, from parameters in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     exact, rounded = (
-        spec_of(tmp_path / name, "transformer", "blocks of it", "uneven 4", fsdp=options)
+        spec_of(tmp_path / name, model, "blocks of it", "uneven 4", fsdp=options)
         for name, options in (("exact", {}), ("rounded", {"mp_policy": policy}))
     )
     here, there = (run(ranks, spec)[1].load() for spec in (rounded, exact))
@@ -125,8 +127,8 @@ def test_low_precision(ranks: Ranks, tmp_path: Path) -> None:
         a, b = here[name][field].values, there[name][field].values
         np.testing.assert_allclose(a, b, rtol=0.1, atol=0.02)
         assert (a != b).any()
-    assert here["parameters"]["head.weight"].dtype == np.float32
-    np.testing.assert_array_equal(here["parameters"]["head.weight"][0], there["parameters"]["head.weight"][0])
+    assert here["parameters"][last].dtype == np.float32
+    np.testing.assert_array_equal(here["parameters"][last][0], there["parameters"][last][0])
 
 
 def test_what_fsdp_delivers(ranks: Ranks, tmp_path: Path) -> None:

@@ -654,13 +654,14 @@ class Capture:
         if form is None and frozen:
             recording.keep(frozen)
         names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names
-        kept = [self._own(tensor) for tensor in given]
+        kept = [t.detach().clone() if form is None and id(t) in frozen else self._own(t) for t in given]
+        checked = (*kept, *recording.constants)
         use = Use(
             functions.layer(call, names, recording.function),
             None if form is None else form.rule,
             (recording, *kept),
             {},
-            versions=_versions((*kept, *(t for t in recording.constants if id(t) not in frozen))),
+            versions=_versions([tensor for tensor in checked if id(tensor) not in frozen]),
             before=Snapshot(autocast_type(self._device), drawn),
             axes=self._axes.of(key, call, shapes, forward.batch_size, shapes_given, forward.folds),
             shapes=shapes,

@@ -88,6 +88,7 @@ class Recording:
         shapes: Sequence[torch.Size] = (),
     ) -> None:
         self.function, self.args, self.kwargs, self._shapes = function, args, kwargs, shapes
+        self._parts = parts
         self.parameters = frozenset(name for part in parts for name in part.parameters)
         self.has_gradient = torch.is_grad_enabled()
         self.constants = [t for t in tensors((args, kwargs)) if not t.is_inference()]
@@ -104,6 +105,9 @@ class Recording:
             return leaf.detach().clone() if id(leaf) in constants else leaf
 
         self.args, self.kwargs = tree_map(copied, self.args), tree_map(copied, self.kwargs)
+        for part in self._parts:
+            if isinstance(part, Made):
+                part.call.keep(constants)
 
     def run(self, again: Again) -> Any:
         """Return what the function returns, or has written to, with gradients where it had them."""

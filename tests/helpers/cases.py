@@ -184,6 +184,13 @@ def partly_frozen() -> nn.Module:
     return net
 
 
+def partly_frozen_recurrence() -> nn.Module:
+    """A call that is run again, with a parameter that is not trained."""
+    net = tokens()
+    net[2].inner.weight_ih_l0.requires_grad_(False)
+    return net
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "sigmoid": sigmoid,
@@ -197,8 +204,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "eval_batchnorm": EvalBatchNorm,
     "transformer": Transformer,
     "partly_frozen": partly_frozen,
+    "partly_frozen_recurrence": partly_frozen_recurrence,
 }
-ON_TOKENS = ("tokens", "tied", "transformer", "partly_frozen")
+ON_TOKENS = ("tokens", "tied", "transformer", "partly_frozen", "partly_frozen_recurrence")
 
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.25])
 
