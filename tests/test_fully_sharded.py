@@ -373,6 +373,36 @@ def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
         assert "FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1
 
 
+def lose_an_update(rank: int, size: int, group: Any, store: str) -> list[torch.Tensor]:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model, optimizer = fully_sharded(net, "leaves", group), make_optimizer("adamw", net)
+    options = {"quantities": of_shards(), "schedule": every(1), "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+        for step in range(7):
+            x, y = cases.data("mlp", "mean", step)
+            optimizer.zero_grad()
+            with cockpit.track(step):
+                loss_fn(cockpit(x[12 * rank : 12 * rank + 12]), y[12 * rank : 12 * rank + 12]).backward()
+            optimizer.step()
+            if (step, rank) in ((2, 1), (4, 0)):
+                cockpit._session.updates.forget()
+    return [p.to_local().detach().clone() for p in net.parameters()]
+
+
+def test_a_rank_that_lost_an_update(ranks: Ranks, tmp_path: Path) -> None:
+    """As if there had been no memory to keep its start: that row is NaN, or missing if rank 0 lost it."""
+    ranks.run(2, lose_an_update, str(tmp_path / "run"))
+    run = open_run(tmp_path / "run").load()
+    alpha = run["alpha"]["alpha"]
+    assert list(alpha["step"].values) == [0, 1, 2, 3, 4, 5]
+    assert np.isnan(alpha.values).tolist() == [False, False, True, False, True, False]
+    for name in ("update_size", "update_geometry"):
+        norms = run[name]["update_size" if name == "update_size" else "norm"]
+        assert list(norms["step"].values) == [0, 1, 2, 3, 5, 6]
+        assert np.isnan(norms.values).any(1).tolist() == [False, False, True, False, False, False]
+    assert np.isfinite(run["norm_test"]["norm_test"]).all()
+
+
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 STEPS, SAVED, DIED = 7, 3, 4

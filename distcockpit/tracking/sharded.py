@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,11 +68,10 @@ def project(session: Session, start: Start | None, scale: float | None) -> Updat
     pieces = None if start is None else Differences(setup.held, start.values)
     squares = _squares(setup, pieces)
     world.all_reduce(squares)
-    norm = squares.sum().sqrt()
-    each = [norm] if len(parts) == 1 else [squares[[names.index(n) for n in part]].sum().sqrt() for part in parts]
-    losses = squares.new_zeros(0) if start is None else start.losses
+    norm, norms = insist(lambda: _norms(squares, [[names.index(name) for name in part] for part in parts]))
+    losses = squares[:0] if start is None else start.losses
     direction, changed = Gathered(pieces, names, setup.device), start is not None and start.inputs_changed
-    onto = Projection(direction, len(losses), parts)
+    onto = insist(lambda: Projection(direction, len(losses), parts))
     for bucket in setup.buckets:
         try:
             direction.hold(bucket, gather(setup, bucket, pieces))
@@ -87,12 +86,12 @@ def project(session: Session, start: Start | None, scale: float | None) -> Updat
         direction.drop(bucket)
     slopes = onto.values / norm
     if start is None:
-        return Update(norm, torch.stack(each), direction, losses, slopes, slopes[:, :0], 0, False, False)
+        return Update(norm, norms, direction, losses, slopes, slopes[:, :0], 0, False, False)
     for topic, text in notices_of(start.batches):
         session.say_once(topic, text)
     return Update(
         norm,
-        torch.stack(each),
+        norms,
         direction,
         losses,
         slopes if start.slopes is None else start.slopes,
@@ -129,7 +128,7 @@ def displaced(session: Session, step: int, start: Start | None, *, if_moved: boo
             told = q.displacement(step, _own(setup, pieces), session.memories.of(q))
         except Exception as error:
             _lost(session, f"{q.name}: NaN.", error)
-            told = q.displacement(step, _own(setup, None), session.memories.of(q))
+            told = insist(lambda q=q: q.displacement(step, _own(setup, None), session.memories.of(q)))  # type: ignore[misc]
         for key, value in told.items():
             if not isinstance(value, ReplicatedValue):
                 sums[f"{q.name}/{key}"] = value
@@ -144,11 +143,19 @@ def displaced(session: Session, step: int, start: Start | None, *, if_moved: boo
         session.await_later(pooled)
 
 
+def _norms(squares: Tensor, parts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return ``|d|``, and ``|d_k|`` of parts of d, from ``|d|^2`` by parameter."""
+    norm = squares.sum().sqrt()
+    if len(parts) == 1:
+        return norm, norm.reshape(1)
+    return norm, torch.stack([squares[list(part)].sum().sqrt() for part in parts])
+
+
 def _own(setup: Setup, pieces: Differences | None) -> Mapping[str, Tensor]:
     """Return what this rank answers for of an update; NaN if it is lost."""
     if pieces is None:
         nothing = torch.full((), torch.nan, device=setup.device)
-        return {name: nothing.expand(1) for name in setup.tracked}
+        return setup.own({name: nothing.expand(value.shape) for name, value in setup.held.items()})
     return setup.own(pieces)
 
 
