@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import distcockpit
+from distcockpit import DistCockpit
 
 PACKAGE = str(Path(distcockpit.__file__).parent)
-OF_THE_LOOP = {"__torch_function__", "_call"}  # which call what the loop calls
+OF_THE_LOOP = {"__torch_function__", "_call"}  # which call what the loop calls; so does the wrapped model
 
 
 class Allocator(TorchDispatchMode):
@@ -41,7 +42,7 @@ def _is_ours(frame: Any) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE):
-            return frame.f_code.co_name not in OF_THE_LOOP
+            return frame.f_code.co_name not in OF_THE_LOOP and frame.f_code is not DistCockpit.__call__.__code__
         if "/torch/" not in name and not name.startswith("<"):
             return False
         frame = frame.f_back
