@@ -41,28 +41,21 @@ class Piece:
         """The piece itself, detached."""
         return local(self.parameter)
 
-    def common(self, rows: slice, value: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the piece and some rows have in common: as a part of the piece, and of the rows.
+    def common(self, rows: slice, there: Tensor) -> tuple[slice, Tensor]:
+        """Return what the piece and some rows have in common: rows of the piece, and the same elements of the rows.
 
         Args:
             rows: Of the whole parameter.
-            value: The piece, or a tensor of its shape.
             there: The rows, ``[rows, *]``.
         """
         if not self.place:
-            return value, there
+            return slice(None), there
         own, first = self.place[0], rows.start or 0
         start, stop = max(own.start, first), min(own.stop, first + len(there))
         if start >= stop:
-            return value[:0], there[:0]
+            return slice(0, 0), there[:0]
         part = there[(slice(start - first, stop - first), *self.place[1:])]
-        return value[start - own.start : stop - own.start], part
-
-    def put(self, rows: slice, value: Tensor, there: Tensor) -> None:
-        """Copy what the piece has of some rows to its place among them; arguments as for `common`."""
-        part, target = self.common(rows, value, there)
-        if target.numel():
-            target.copy_(part)
+        return slice(start - own.start, stop - own.start), part
 
 
 def is_piece(tensor: object) -> bool:
@@ -75,6 +68,16 @@ def runs_sharded(module: nn.Module) -> bool:
     """True if ``fully_shard`` was applied to this module."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def computing_device(parameter: Tensor) -> torch.device:
+    """Return where a parameter is when a module computes with it; pieces may wait elsewhere (``CPUOffloadPolicy``)."""
+    if is_piece(parameter):
+        mesh: Any = parameter
+        kind = mesh.device_mesh.device_type
+        if kind != parameter.device.type:
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -133,10 +136,6 @@ class Shards:
         """Stand-ins for the parameters, of their shapes and types; those of sharded ones have no memory and are NaN."""
         return self._whole
 
-    def is_piece(self, name: str) -> bool:
-        """True if no rank holds all of the parameter."""
-        return is_piece(self.pieces[name].parameter)
-
     def leaves(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters in a sharded module that are whole now, with their names in the model."""
         for (owner, slot), name in self._slots[path]:
@@ -193,7 +192,7 @@ def problem_of(name: str, parameter: nn.Parameter, ranks: Sequence[int], *, whol
 
 
 def _nothing(like: Tensor) -> Tensor:
-    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.full((), float("nan"), dtype=like.dtype, device=computing_device(like)).expand(like.shape)
 
 
 def _anything(parameter: nn.Parameter) -> nn.Parameter:
@@ -205,7 +204,7 @@ def _anything(parameter: nn.Parameter) -> nn.Parameter:
     shape, generator = parameter.shape, torch.Generator().manual_seed(sum(parameter.shape))
     length = sum(size - 1 for size in shape) + 1 if parameter.numel() else 0
     values = torch.randn(length, generator=generator, device="cpu") / math.sqrt(math.prod(shape[1:]) or 1)
-    values = values.to(parameter.device, parameter.dtype)
+    values = values.to(computing_device(parameter), parameter.dtype)
     return nn.Parameter(values.as_strided(shape, [1] * len(shape)), requires_grad=parameter.requires_grad)
 
 

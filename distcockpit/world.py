@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from torch import Tensor
 from distcockpit.replay.devices import is_host
 from distcockpit.replay.memory import insist
 from distcockpit.whereabouts import Whereabouts
+
+T = TypeVar("T")
 
 HEADER = (
     *("kind", "step", "batch_size", "weight", "of_sum", "is_sum", "own", "coefficient", "mix", "rounds"),
@@ -249,6 +251,20 @@ class World:
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
+    def insist(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns, which the other ranks wait for, see `replay.memory.insist`.
+
+        If there is no memory for it, this rank exchanges nothing more: sums would mix what does not belong together.
+        """
+        try:
+            return insist(make)
+        except Exception as error:
+            self._broken = self._broken or (
+                f"Rank {self.rank} had no memory left for what the other ranks waited for ({error}), so it cannot "
+                "track any more steps. Pass a smaller memory_budget=, or track fewer quantities."
+            )
+            raise
+
     def all_gather_object(self, fact: object) -> list[Any]:
         """Gather one picklable object per rank, in rank order, on all ranks. For construction and first steps only."""
         if self._header is None:
@@ -276,8 +292,9 @@ class World:
         """
         if self._header is None:
             return [dict(record)]
-        mine = insist(lambda: torch.tensor([float(record[name]) for name in HEADER], dtype=torch.float64, device="cpu"))
-        gathered = insist(lambda: [torch.empty_like(mine) for _ in range(self.size)])
+        fields = [float(record[name]) for name in HEADER]
+        mine = self.insist(lambda: torch.tensor(fields, dtype=torch.float64, device="cpu"))
+        gathered = self.insist(lambda: [torch.empty_like(mine) for _ in range(self.size)])
         with self._explained("finish a tracked step" if record["kind"] == TRACK else "synchronize"):
             dist.all_gather(gathered, self._traffic.count(mine), group=self._header)
         records = [dict(zip(HEADER, row.tolist(), strict=True)) for row in gathered]

@@ -396,11 +396,141 @@ def test_a_rank_that_lost_an_update(ranks: Ranks, tmp_path: Path) -> None:
     alpha = run["alpha"]["alpha"]
     assert list(alpha["step"].values) == [0, 1, 2, 3, 4, 5]
     assert np.isnan(alpha.values).tolist() == [False, False, True, False, True, False]
-    for name in ("update_size", "update_geometry"):
-        norms = run[name]["update_size" if name == "update_size" else "norm"]
-        assert list(norms["step"].values) == [0, 1, 2, 3, 5, 6]
-        assert np.isnan(norms.values).any(1).tolist() == [False, False, True, False, False, False]
+    sizes, norms = run["update_size"]["update_size"], run["update_geometry"]["norm"]
+    assert list(sizes["step"].values) == [0, 1, 2, 3, 5, 6]
+    assert np.isnan(sizes.values).any(1).tolist() == [False, False, True, False, False, False]
+    assert list(norms["step"].values) == [0, 1, 3, 5, 6] and np.isfinite(norms).all()  # it has integers, never NaN
     assert np.isfinite(run["norm_test"]["norm_test"]).all()
+
+
+# -- loops as people write them ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharding, exclude", [("uneven 4", ["head"]), ("uneven 2", ["blocks.0"])])
+def test_layers_left_out(ranks: Ranks, tmp_path: Path, sharding: str, exclude: list[str]) -> None:
+    """The same rows as with DDP."""
+    found = []
+    for name, how in (("ddp", ""), ("sharded", "blocks of it")):
+        options = {"quantities": of_shards(), "exclude": exclude}
+        spec = spec_of(tmp_path / name, "transformer", how, sharding, options=options)
+        found.append(run(ranks, spec)[1].load())
+    ddp, sharded = found
+    assert list(sharded["update_size"]["parameter"].values) == list(ddp["update_size"]["parameter"].values)
+    for name, field in ON_OUR_WAY.items():
+        np.testing.assert_allclose(sharded[name][field], ddp[name][field], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+ON_OUR_WAY = {"alpha": "alpha", "norm_test": "norm_test", "mean_gsnr": "mean_gsnr", "update_geometry": "correlation"}
+
+
+class Unlucky(Exception):
+    pass
+
+
+class Mean(q.UpdateSize):
+    """A quantity that cannot do with a rank that holds nothing of a parameter, and raises at some steps."""
+
+    def displacement(self, step: int, d: Any, memory: dict[str, Any]) -> Any:
+        if dist.get_rank() == 1 and step in (0, 3):
+            raise ArithmeticError("nothing to show")
+        return {"squares": torch.stack([value.square().sum() for value in d.values()])}
+
+
+def odd_loop(rank: int, size: int, group: Any, store: str, how: str) -> list[torch.Tensor]:
+    """Train a model with a recurrence in one of several ways, all of which update the parameters alike."""
+    net, loss_fn = cases.initialised("tokens"), nn.CrossEntropyLoss()
+    ignored = {p for name, p in net.named_parameters() if how == "ignored" and "inner" in name}
+    model = fully_sharded(net, "leaves, hsdp" if size == 4 else "root", group, {"ignored_params": ignored})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    chosen = [*of_shards(), Mean(name="mean")] if how == "raises" else [*of_shards(), q.CompressionError()]
+    options = {"quantities": chosen, "schedule": every(1), "process_group": group}
+    with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+        for step in range(6):
+            x, y = (each[6 * rank : 6 * rank + 6] for each in cases.data("tokens", "token_mean", step))
+            tries = 2 if how == "again" and step == 3 else 1
+            for k in range(tries):
+                if not how.startswith("zeroed"):
+                    optimizer.zero_grad()
+                try:
+                    with cockpit.track(step):
+                        if how.startswith("zeroed"):
+                            optimizer.zero_grad(set_to_none=how == "zeroed")
+                        loss_fn(cockpit(x), y).backward()
+                        if k + 1 < tries:
+                            raise Unlucky
+                except Unlucky:
+                    continue
+            for p in net.parameters():
+                if p in ignored and p.grad is not None:
+                    dist.all_reduce(p.grad, group=group)
+                    p.grad /= size
+            optimizer.step()
+            if how == "runs out" and step < 5:
+                with torch.no_grad():
+                    model(x)  # leaves the root whole, so that no rank gathers it at the next step
+                if (rank, step) == (1, 3):
+                    cockpit._session.ran_out_of_memory(step, "", MemoryError())
+    return [p.to_local().detach().clone() if hasattr(p, "to_local") else p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["zeroed", "zeroed in place", "again", "ignored", "runs out"])
+def test_odd_loops(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """Rows are those of the plain loop: gradients zeroed inside `track`, a step tried again, memory that runs out."""
+    plain, odd = (ranks.run(2, odd_loop, str(tmp_path / name), name) for name in ("plain", how))
+    for mine, theirs in zip(plain, odd, strict=True):
+        assert how == "ignored" or all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    here, there = (open_run(tmp_path / name).load() for name in (how, "plain"))
+    for name in set(there.children) - {"log", "time", "rank_health"}:
+        if how == "ignored" and name in ("replica_drift", "compression_error"):
+            continue
+        assert list(here[name]["step"].values) == list(there[name]["step"].values), name
+        for field, values in there[name].data_vars.items():
+            np.testing.assert_allclose(here[name][field], values, rtol=1e-5, atol=1e-7, err_msg=f"{name}/{field}")
+
+
+def test_a_displacement_that_raises(ranks: Ranks, tmp_path: Path) -> None:
+    """On one rank: at first, when no rank knows what it would tell, there is no row; later the row is NaN."""
+    ranks.run(4, odd_loop, str(tmp_path / "run"), "raises")
+    rows = open_run(tmp_path / "run").load()
+    mean, size = rows["mean"]["update_size"], rows["update_size"]["update_size"]
+    assert list(mean["step"].values) == list(size["step"].values) == [1, 2, 3, 4, 5]
+    assert np.isnan(mean.values).any(1).tolist() == [False, False, True, False, False]
+    for step in (1, 2, 4, 5):
+        np.testing.assert_allclose(mean.sel(step=step), size.sel(step=step), rtol=1e-5)
+    assert np.isfinite(size.values).all() and np.isfinite(rows["alpha"]["alpha"]).all()
+
+
+def fail_once(rank: int, size: int, group: Any, store: str) -> None:
+    net, loss_fn = cases.initialised("mlp"), nn.CrossEntropyLoss()
+    model, optimizer = fully_sharded(net, "leaves", group), make_optimizer("adamw", net)
+    options = {"quantities": [q.GradientGeometry()], "schedule": every(1), "process_group": group}
+    real = q.GradientGeometry.reduce
+
+    def reduce(self: Any, bucket: Any, memory: Any) -> Any:
+        if rank == 1 and bucket.step == 3:
+            raise ArithmeticError
+        return real(self, bucket, memory)
+
+    q.GradientGeometry.reduce = reduce  # type: ignore[method-assign]
+    try:
+        with DistCockpit(model, loss_fn, optimizer, store=store, **options) as cockpit:
+            for step in range(7):
+                x, y = cases.data("mlp", "mean", step)
+                optimizer.zero_grad()
+                with cockpit.track(step):
+                    loss_fn(cockpit(x[12 * rank : 12 * rank + 12]), y[12 * rank : 12 * rank + 12]).backward()
+                optimizer.step()
+    finally:
+        q.GradientGeometry.reduce = real  # type: ignore[method-assign]
+
+
+def test_cosines_after_a_failure(ranks: Ranks, tmp_path: Path) -> None:
+    """The parts of ranks belong to different steps then: NaN, not a number that mixes them."""
+    ranks.run(2, fail_once, str(tmp_path / "run"))
+    rows = open_run(tmp_path / "run").load()["gradient_geometry"]
+    assert list(rows["step"].values) == [0, 1, 2, 4, 5, 6] and np.isfinite(rows["norm"].values).all()
+    assert np.isfinite(rows["correlation"].values).all(1).tolist() == [False, True, True, False, True, True]
+    assert list(rows["previous_step"].values) == [-1, 0, 1, -1, 4, 5]
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

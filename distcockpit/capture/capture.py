@@ -43,7 +43,7 @@ from distcockpit.replay.memory import release
 from distcockpit.replay.rng import RandomState
 from distcockpit.replay.snapshot import Snapshot, autocast_type
 from distcockpit.replay.trees import map_tensors, tensors
-from distcockpit.shards import Shards, is_piece, local
+from distcockpit.shards import Shards, computing_device, is_piece, local
 
 Observer = tuple[Callable[[Tensor, bool], Tensor | None], Collection[str]]
 """What to keep of an output, and for which layers."""
@@ -128,6 +128,7 @@ class Capture:
     ) -> None:
         self._look, self._shards = look, shards
         self._leaves: dict[str, nn.Parameter] = {}  # that stand for sharded parameters, once they were whole
+        self._copies_of: dict[str, Tensor] = {}  # of these, for calls that are run again
         self._uncast: list[Tensor] = []  # what a sharded module was given
         self._model, self._layers, self._loss, self._axes = model, layers, loss, axes
         self._thorough, self._settled, self._goes_on = thorough, settled, goes_on
@@ -139,7 +140,7 @@ class Capture:
         self._paused, self._thread = False, threading.get_ident()
         self._opened_by = self._thread  # the thread that runs the open pass
         self._output_gradients, self._observers = output_gradients, observers or {}
-        self._device = next(model.parameters()).device
+        self._device = computing_device(next(model.parameters()))
         self.micros: list[RecordedMicroBatch] = []
         self._pass: ForwardPass | None = None  # the pass that calls of layers belong to
         self._batch: list[Tensor] = []  # the tensors it was given
@@ -310,7 +311,7 @@ class Capture:
                 watch.resume()
                 watch.follow(before, tensors((args, kwargs)))
                 for name, leaf in leaves.items():
-                    if leaf.requires_grad:
+                    if leaf.requires_grad and self._functions is not None and self._functions.serves(name):
                         watch.know(name, leaf)
             for name, leaf in leaves.items():
                 if leaf.requires_grad and self._leaves.get(name) is not leaf:
@@ -326,13 +327,18 @@ class Capture:
         Raises:
             RuntimeError: If one is no longer whole.
         """
-        whole = {name: self._leaves[name].detach() for name in names if name in self._leaves}
-        if gone := [name for name, leaf in whole.items() if leaf.numel() and not leaf.untyped_storage().size()]:
-            raise RuntimeError(
-                f"Parameter '{gone[0]}' is used outside of the module that it is sharded with, so its value is gone. "
-                "Apply fully_shard to a module that contains every use."
-            )
-        return {name: leaf.clone() for name, leaf in whole.items()}
+        here = [name for name in names if name in self._leaves]
+        for name in here:
+            leaf = self._leaves[name].detach()
+            if name in self._copies_of:
+                continue
+            if leaf.numel() and not leaf.untyped_storage().size():
+                raise RuntimeError(
+                    f"Parameter '{name}' is used outside of the module that it is sharded with, so its value is gone. "
+                    "Apply fully_shard to a module that contains every use."
+                )
+            self._copies_of[name] = leaf.clone()
+        return {name: self._copies_of[name] for name in here}
 
     @_harmless
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -623,7 +629,6 @@ class Capture:
                 call=call,
                 is_late=not self._pass.is_open,
                 drew=state is not None and state.torch_drew(),
-                values=self._values_of(layer.names.values()) if layer.parameters and self._keeps_calls else {},
             )
             self._pass.uses.append(use)
             self.objective.mark(output, self._pass)
@@ -650,7 +655,7 @@ class Capture:
             self.objective.mark(output, forward)
             return
         form = closed_form(recording, given, output)
-        frozen = {id(leaf) for leaf in self._leaves.values() if not leaf.requires_grad}
+        frozen = {id(f) for name, f in self._leaves.items() if not (f.requires_grad and functions.serves(name))}
         if form is None and frozen:
             recording.keep(frozen)
         names = {f"p{k}": full for k, full in enumerate(sorted(recording.parameters))} if form is None else form.names

@@ -46,14 +46,12 @@ class ParameterGradients:
     ) -> None:
         self._parameters, self._checked, self._summed, self._in_grad = parameters, checked, summed, in_grad
         self.paused = False
-        self._held_pieces = held or {}
-        kept = self._held_pieces.items() if keep_left else ()
-        self._left_of_pieces = {name: local(p.grad).clone() for name, p in kept if p.grad is not None}
+        self._held = parameters if held is None else held  # where .grad is
         self.left: dict[str, Tensor | None] = {}  # what was in .grad before the first gradient arrived
-        if keep_left and held is None:
-            self.left = {name: _copied(p.grad) for name, p in parameters.items()}
-            self._held = {name: p.grad for name, p in parameters.items()}
-            self._versions = {name: 0 if p.grad is None else p.grad._version for name, p in parameters.items()}
+        if keep_left:
+            grads = {name: p.grad for name, p in self._held.items()}
+            self.left = {name: _copied(gradient) for name, gradient in grads.items()}
+            self._before = {name: (g, 0 if g is None else local(g)._version) for name, g in grads.items()}
         self.signatures: dict[str, Tensor] = {}  # of the parameters that any gradient has reached
         self._arrived: set[str] = set()
         self._attached: dict[str, Tensor] = {}  # leaves in place of sharded parameters
@@ -106,33 +104,26 @@ class ParameterGradients:
         self._grads.pop(name, None)
 
     def added(self, name: str, rows: slice) -> Tensor:
-        """Return what the step added to some rows of ``.grad``, float64.
+        """Return what the step added to some rows of ``.grad``, float64; if parameters are sharded, to rows of a piece.
 
         If no gradient arrived, ``.grad`` may have been zeroed, or another rank's gradient added; NaN if it may be
         either.
         """
-        p, before = self._parameters[name], self.left.get(name)
+        p, before = self._held[name], self.left.get(name)
         if p.grad is None or not self.left:
-            return torch.zeros_like(rows_of(p, rows), dtype=torch.float64)
-        now = rows_of(p.grad.detach().to_dense(), rows).double()
+            return torch.zeros_like(rows_of(local(p), rows), dtype=torch.float64)
+        now = rows_of(_dense(p.grad), rows).double()
         if before is None:
             return now
         before = rows_of(before, rows)
         if name in self._arrived:
             return now - before.double()
-        if p.grad is not self._held[name]:
+        then, version = self._before[name]
+        if p.grad is not then:
             return now
-        if p.grad._version == self._versions[name]:
+        if local(p.grad)._version == version:
             return now - before.double()
         return now.where(before == 0, torch.nan)
-
-    def added_to_piece(self, name: str) -> Tensor:
-        """Return what the step added to this rank's piece of ``.grad``, float64; NaN if there was nothing to add to."""
-        p, before = self._held_pieces[name], self._left_of_pieces.get(name)
-        if p.grad is None:
-            return torch.zeros_like(local(p), dtype=torch.float64)
-        now = local(p.grad).double()
-        return now if before is None else now - before.double()
 
     @property
     def is_rounded(self) -> bool:
@@ -179,7 +170,7 @@ class ParameterGradients:
             self._arrived.add(name)
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             if is_first and self.left:
-                self.left[name] = _copied(parameter.grad)
+                self.left[name] = _copied(self._held[name].grad)
             if name in self._checked:
                 sums = signature(dense)
                 self.signatures[name] = self.signatures[name] + sums if name in self.signatures else sums
@@ -225,6 +216,11 @@ def _unsaved(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return unsaved
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    """Return what this rank holds of a gradient, dense and detached."""
+    return local(gradient).to_dense()
+
+
 def _copied(gradient: Tensor | None) -> Tensor | None:
     """Return a dense copy."""
-    return None if gradient is None else gradient.detach().to_dense().clone()
+    return None if gradient is None else _dense(gradient).clone()

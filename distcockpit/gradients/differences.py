@@ -103,7 +103,12 @@ class Differences(ByRows):
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Return some rows, without computing the others if these are not kept."""
-        return self[name][rows] if self._keep else self._subtract(name, rows)
+        return rows_of(self[name], rows) if self._keep else self._subtract(name, rows)
+
+    def nothing_of(self, name: str) -> Tensor:
+        """Return none of the elements: flat and empty, of the type of the difference."""
+        after = self._after[name].detach()
+        return after.reshape(-1)[:0].to(torch.promote_types(after.dtype, torch.float32))
 
     @property
     def kept(self) -> Collection[Tensor]:

@@ -64,6 +64,10 @@ class Functions(nn.Module):
         every = dict(self._model[0].named_parameters())
         return {name: every[name] for name in self._owners}
 
+    def serves(self, name: str) -> bool:
+        """True if this is one of the parameters."""
+        return name in self._owners
+
     def layer(self, number: int, names: Mapping[str, str], function: Any) -> Layer:
         """Return what stands for a call in a forward pass, the same at every step.
 

@@ -26,7 +26,6 @@ from distcockpit.gradients.uses import Blocks, MicroBatch, Use, UseRule, to_fron
 from distcockpit.replay.checkpointing import kept_activations
 from distcockpit.replay.memory import is_out_of_memory
 from distcockpit.replay.trees import map_tensors, tensors
-from distcockpit.shards import apart
 
 Outputs = dict[int, Tensor]
 """By position among the tensors of an output, with the batch axis first."""
@@ -267,12 +266,7 @@ class _Again:
         """Restore everything around the module as it was in the call."""
         sparse = [m for m in self._module.modules() if getattr(m, "sparse", False) is True]
         try:
-            with (
-                self._use.before.restored(self._device),
-                kept_activations(),
-                apart(self._module),
-                drawn or nullcontext(),
-            ):
+            with self._use.before.restored(self._device), kept_activations(), drawn or nullcontext():
                 for m in sparse:
                     m.sparse = False  # type: ignore[assignment]
                 yield

@@ -131,7 +131,7 @@ class Alpha(Quantity):
             "start_n": batch.replicated(update.start_n),
             "inputs_changed": batch.vector([update.inputs_changed])[0],
             "skipped": batch.replicated(update.skipped),
-            "interrupted": batch.replicated(lambda: update.norm.isnan() | update.interrupted),
+            "interrupted": batch.vector([update.interrupted])[0],
             "unknown": batch.vector([not batch.losses_known])[0],
             "coupled": batch.vector([not batch.has_gradients])[0],
         }

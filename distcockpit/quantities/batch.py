@@ -142,7 +142,7 @@ class Update:
     start_n: int  # samples of all ranks at the start
     inputs_changed: bool  # whether kept inputs of the start were overwritten before the projection
     skipped: bool  # whether the gradient scaler skipped the optimizer's step
-    interrupted: bool = False  # whether the run was interrupted in between, so that its start is lost
+    interrupted: bool | Tensor = False  # whether a rank does not know its start, so that it is lost
 
     def ending(self, end_slopes: Tensor) -> Update:
         """The same update, with the projections of the batch at its end."""
@@ -362,7 +362,8 @@ class LocalBatch(_Pooled):
         piece, like = self.pieces[name], self.parameters[name]
         found = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
         if piece.counts:
-            piece.put(slice(None), self.own_parameters[name], found)
+            rows, place = piece.common(slice(None), found)
+            place.copy_(self.own_parameters[name][rows] if found.dim() else self.own_parameters[name])
         return found
 
     @property

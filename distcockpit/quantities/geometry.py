@@ -31,8 +31,7 @@ def compared(step: int, now: Mapping[str, Tensor], memory: dict[str, Any]) -> di
     for name, vector in now.items():
         pairs.append((kernels.squared_norm(vector), kernels.inner_products([vector], [before.get(name, vector)])[0]))
         before[name] = vector
-    found, previous = with_previous(step, torch.stack([torch.stack(each) for each in zip(*pairs, strict=True)]), memory)
-    return {"compared": found, "previous": previous}
+    return with_previous(step, torch.stack([torch.stack(each) for each in zip(*pairs, strict=True)]), memory)
 
 
 def compared_in(bucket: BucketSums, memory: dict[str, Any]) -> Tensor:
@@ -56,22 +55,29 @@ def compared_in(bucket: BucketSums, memory: dict[str, Any]) -> Tensor:
     return torch.stack([torch.stack(each) for each in zip(*pairs, strict=True)])
 
 
-def with_previous(step: int, pairs: Tensor, memory: dict[str, Any]) -> tuple[Tensor, ReplicatedValue]:
+def with_previous(step: int, pairs: Tensor, memory: dict[str, Any]) -> dict[str, Tensor | ReplicatedValue]:
     """Add what is known of the previous step to squared norms and inner products.
 
     Returns:
-        Squared norms, previous squared norms, inner products of the two, float64 ``[3, parameters]``; and the previous
-        step (-1: none).
+        ``compared``: squared norms, previous squared norms, inner products of the two, float64 ``[3, parameters]``;
+        ``previous``: the previous step (-1: none); and ``gaps``: 1, the steps since then, and their square. If
+        parameters are sharded, these are sums over ranks, and tell whether all of them compare with the same step: a
+        rank that failed in between does not.
     """
     (squares, inner), last = pairs, memory.pop("last", memory.get("step", -1))
-    squares_before = memory.get("squares", squares)
+    squares_before, gap = memory.get("squares", squares), float(step - last)
     memory.update(squares=squares, step=step)
-    return torch.stack([squares, squares_before, inner]), ReplicatedValue(sent(last, squares.device))
+    return {
+        "compared": torch.stack([squares, squares_before, inner]),
+        "gaps": sent([1.0, gap, gap**2], squares.device),
+        "previous": ReplicatedValue(sent(last, squares.device)),
+    }
 
 
 def norm_and_correlation(totals: Totals) -> dict[str, Any]:
     """Norm, cosine with the previous vector (NaN without one, or where a norm is zero), and the step of the latter."""
-    (squares, before, inner), previous = totals["compared"], float(totals["previous"])
+    (squares, before, inner), (ranks, gap, squared) = totals["compared"], totals["gaps"]
     with np.errstate(all="ignore"):
-        cosine = inner / np.sqrt(squares * before) if previous >= 0 else np.full_like(inner, np.nan)
-    return {"norm": np.sqrt(squares), "correlation": cosine, "previous_step": int(previous)}
+        alike = np.isclose(ranks * squared, gap**2, rtol=1e-14, atol=0) and totals["previous"] >= 0
+        cosine = inner / np.sqrt(squares * before) if alike else np.full_like(inner, np.nan)
+    return {"norm": np.sqrt(squares), "correlation": cosine, "previous_step": int(totals["previous"]) if alike else -1}

@@ -46,9 +46,11 @@ class GradientGeometry(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The same, and the previous step."""
         if "pairs" not in batch.reduced:
-            return dict.fromkeys(("compared", "previous"), ReplicatedValue(None))
-        found, previous = with_previous(batch.step, batch.reduced["pairs"], memory)
-        return {"compared": batch.of_parameters(lambda: found), "previous": previous}
+            return dict.fromkeys(("compared", "gaps", "previous"), ReplicatedValue(None))
+        found = with_previous(batch.step, batch.reduced["pairs"], memory)
+        if batch.pieces is not None:
+            return found
+        return {k: v if isinstance(v, ReplicatedValue) else ReplicatedValue(v) for k, v in found.items()}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """Norms and cosines."""

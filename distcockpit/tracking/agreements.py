@@ -52,21 +52,27 @@ class Agreements:
         """Remember the layout of replicated values, which are not exchanged."""
         self._replicated[selection] = mine
 
-    def agree_on_layout(self, selection: object, mine: Layout, step: int) -> None:
+    def agree_on_layout(self, selection: object, mine: Layout | None, step: int) -> bool:
         """Compare the layout of the sums between ranks if it is new, because backends abort if lengths differ.
 
         Args:
             selection: The quantities of the sums.
-            mine: The layout on this rank.
+            mine: The layout on this rank; ``None`` if it does not know.
             step: The step.
+
+        Returns:
+            False if a rank does not know the layout, so that nothing can be exchanged.
 
         Raises:
             RuntimeError: If a rank has a different layout.
         """
-        if self._layouts.get(selection) == mine:
-            return
+        if mine is not None and self._layouts.get(selection) == mine:
+            return True
         self._world.header(record_of(COMPARE, step))  # a rank for which nothing is new would be at a different exchange
-        theirs = [dict(layout.parts) for layout in self._world.all_gather_object(mine)]
+        layouts = self._world.all_gather_object(mine)
+        if mine is None or None in layouts:
+            return False
+        theirs = [dict(layout.parts) for layout in layouts]
         for rank, there in enumerate(theirs):
             for name in dict.fromkeys([*theirs[0], *there]):
                 if theirs[0].get(name) != there.get(name):
@@ -74,6 +80,8 @@ class Agreements:
                     raise RuntimeError(
                         f"Quantity '{quantity}' at step {step}: the sum '{part}' has shape "
                         f"{there.get(name, 'nothing')} on rank {rank}, but {theirs[0].get(name, 'nothing')} on rank 0. "
-                        "local() must return the same names and shapes on all ranks, including ranks without samples."
+                        "local() and displacement() must return the same names and shapes on all ranks, including "
+                        "ranks without samples."
                     )
         self._layouts[selection] = mine
+        return True

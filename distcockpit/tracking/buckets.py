@@ -274,11 +274,11 @@ class BucketWalk:
         parts: tuple[dict[str, Tensor], ...] = ({}, {}, {})
         for name, part in rows.items():
             piece = shards.pieces[name]
-            held = self._inputs.parameter_gradients.added_to_piece(name)
-            there, of_plain = piece.common(part, held, plain[name])
-            _, of_mean = piece.common(part, held, mean[name])
-            for found, values in zip(parts, (there, of_plain, of_mean), strict=True):
-                found[name] = values if piece.counts else values[:0] if values.dim() else values.reshape(-1)[:0]
+            own, of_plain = piece.common(part, plain[name])
+            _, of_mean = piece.common(part, mean[name])
+            held = self._inputs.parameter_gradients.added(name, own)
+            for found, values in zip(parts, (held, of_plain, of_mean), strict=True):
+                found[name] = values if piece.counts else values.reshape(-1)[:0]
         return Averaged(*parts)
 
     def _own(self, rows: Bucket, mean: Mapping[str, Tensor], mine: slice) -> dict[str, Tensor]:

@@ -50,12 +50,12 @@ def save(session: Session) -> State:
             "Join(...)`, or while all ranks still have data."
         )
     memory = {q.name: _kept(session.memories.of(q)) for q in quantities}
-    local = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
+    by_samples = {q.name: memory[q.name] for q in quantities if q.remembers_samples}
     kept = session.updates.start
     if session.setup.shards is not None and any(not record["batch_size"] for record in records):
         kept = None  # all ranks take part in what follows, or none
     start = None if kept is None else _start(session, kept)
-    mine = {"memory": local, "samples": start and start.pop("samples"), "riding": riding}
+    mine = {"memory": by_samples, "samples": start and start.pop("samples"), "riding": riding}
     by_rank = world.gather_object(mine) or [mine if rank == world.rank else None for rank in range(world.size)]
     if start is not None:
         start["samples"] = {rank: part["samples"] for rank, part in enumerate(by_rank) if part is not None}
@@ -65,10 +65,10 @@ def save(session: Session) -> State:
         "shard": None if session.setup.shards is None else world.rank,
         "step": session.last_step,
         "elapsed": session.clock.elapsed,
-        "memory": {name: kept for name, kept in memory.items() if name not in local},
+        "memory": {name: kept for name, kept in memory.items() if name not in by_samples},
         "local_memory": {
             name: {rank: part["memory"][name] for rank, part in enumerate(by_rank) if part is not None}
-            for name in local
+            for name in by_samples
         },
         "initial": _kept(session.initial),
         "start": start,

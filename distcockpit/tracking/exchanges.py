@@ -9,7 +9,6 @@ from torch import Tensor
 
 from distcockpit.curvature.lanczos import LargestEigenvalue
 from distcockpit.gradients.factors import rows_of
-from distcockpit.replay.memory import insist
 from distcockpit.tracking.active import Active
 from distcockpit.tracking.clock import Clock
 from distcockpit.tracking.gathering import gather
@@ -80,9 +79,11 @@ class Exchanges:
 
     def gather(self, bucket: Bucket, pieces: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the rows of a bucket, of what is sharded; see `tracking.gathering.gather`."""
-        del self._to_gather[0]
-        with self._clock.waiting():
-            return gather(self._setup, bucket, pieces)
+        try:
+            with self._clock.waiting():
+                return gather(self._setup, bucket, pieces)
+        finally:
+            del self._to_gather[0]
 
     def _start(self, buffer: Tensor) -> Callable[[], Tensor]:
         del self._buckets[0]
@@ -115,7 +116,8 @@ class Exchanges:
             raise RuntimeError(f"{failed} rank(s) could not finish the tracked step; see the errors on those ranks.")
 
     def _confirm(self, failed: float) -> int:
-        flag = insist(lambda: torch.full((1,), failed, dtype=torch.float64, device=self._setup.device))
+        device = self._setup.device
+        flag = self._setup.world.insist(lambda: torch.full((1,), failed, dtype=torch.float64, device=device))
         total = int(self._all_reduce(flag).item())
         self._to_confirm = 0 if total else self._to_confirm - 1
         return total
@@ -125,7 +127,8 @@ class Exchanges:
             return self._setup.world.all_reduce(buffer)
 
     def _unknown(self, size: int) -> Tensor:
-        return insist(lambda: torch.full((size,), float("nan"), dtype=torch.float64, device=self._setup.device))
+        unknown, device = float("nan"), self._setup.device
+        return self._setup.world.insist(lambda: torch.full((size,), unknown, dtype=torch.float64, device=device))
 
     def give_up(self) -> None:
         """Answer what the other ranks still wait for: send NaN, and report that this rank failed."""

@@ -12,7 +12,7 @@ from distcockpit.gradients.generic import notices_of
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import LocalBatch, ReplicatedValue
 from distcockpit.replay.devices import sent
-from distcockpit.replay.memory import insist, is_out_of_memory, release
+from distcockpit.replay.memory import is_out_of_memory, release
 from distcockpit.tracking.buckets import factor_of_autograds, rounded_convolutions
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.local_batches import local_batches
@@ -52,6 +52,7 @@ def finish(session: Session, inputs: StepInputs, stamp: Stamp, start_stamp: Stam
     agreements.agree_on_layout(selection, Layout.of(computed.sums), inputs.step)
     agreements.note_replicated(selection, Layout.of(computed.facts))
     sums, facts = computed.sums | {f"log/{k}": v for k, v in inputs.header.riding.items()}, computed.facts
+    insist = setup.world.insist
     sums[f"/{OUT_OF_MEMORY}"] = insist(lambda: torch.full((), float(computed.ran_out), device=setup.device))
     stamps = dict.fromkeys(active.needs, stamp)
     if start_stamp is not None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from distcockpit.gradients.differences import ByRows
 from distcockpit.gradients.factors import rows_of
-from distcockpit.replay.memory import insist
 from distcockpit.tracking.setup import Bucket, Setup
 
 
@@ -24,7 +24,8 @@ def gather(setup: Setup, bucket: Bucket, pieces: Mapping[str, Tensor] | None) ->
         pieces: What this rank holds of each; ``None``, and NaN on all ranks, if it does not know.
 
     Raises:
-        Exception: Whatever went wrong with a piece, once the others have what they wait for: NaN.
+        Exception: Whatever went wrong with a piece, once the others have what they wait for: NaN; or that there was no
+            memory for that, so that this rank can exchange nothing more.
     """
     shards, whole = setup.shards, setup.every
     assert shards is not None  # else there is nothing to gather
@@ -33,14 +34,17 @@ def gather(setup: Setup, bucket: Bucket, pieces: Mapping[str, Tensor] | None) ->
     kind = torch.float64 if in_double else torch.float32
     size = sum(shape.numel() for shape in shapes.values())
     start = float("nan") if pieces is None else 0.0
-    flat = insist(lambda: torch.full((size,), start, dtype=kind, device=setup.device))
+    flat = setup.world.insist(lambda: torch.full((size,), start, dtype=kind, device=setup.device))
     parts = flat.split([shape.numel() for shape in shapes.values()])
     found = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     problem: Exception | None = None
     try:
         for name, rows in bucket.items():
-            if pieces is not None and shards.pieces[name].counts:
-                shards.pieces[name].put(rows, pieces[name].to(flat.device), found[name])
+            piece = shards.pieces[name]
+            own, place = piece.common(rows, found[name])
+            if pieces is not None and piece.counts and place.numel():
+                by_rows = pieces if isinstance(pieces, ByRows) else None
+                place.copy_(rows_of(pieces[name], own) if by_rows is None else by_rows.rows(name, own))
     except Exception as error:
         problem = error
         flat.fill_(torch.nan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class Session:
             error: What ran out.
         """
         give_back()
-        self._adopt(replace(self.setup, halvings=self.setup.halvings + 1))
+        self._adopt(self.setup.with_smaller_blocks())
         self.say_once(
             f"out of memory: {what}",
             f"step {step}: out of memory ({error}). {what} Training continues, and from the next tracked step on this "

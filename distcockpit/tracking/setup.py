@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from distcockpit.capture.layers import ACTIVATIONS, find_layers, is_unit
 from distcockpit.capture.wrapped import has_children
+from distcockpit.gradients.differences import Differences
 from distcockpit.gradients.factors import WHOLE
 from distcockpit.gradients.uses import Layer, label
 from distcockpit.gradients.walk import BLOCK_ELEMENTS, even_pieces
 from distcockpit.quantities.base import Quantity
 from distcockpit.quantities.batch import Model
 from distcockpit.replay.batch_norms import Modules, batchnorms, training
-from distcockpit.shards import Shards, is_sharded, local
+from distcockpit.shards import Shards, computing_device, is_sharded, local, reshard
 from distcockpit.world import World
 
 Bucket = dict[str, slice]
@@ -141,8 +143,8 @@ class Setup:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.bare.parameters()).device
+        """Where the model computes."""
+        return computing_device(next(self.bare.parameters()))
 
     def is_as_it_was(self) -> bool:
         """True if the model and the optimizers have the parameters and modules this part of the run started with."""
@@ -157,12 +159,21 @@ class Setup:
             ValueError: If a layer cannot be tracked.
         """
         layers = find_layers(self.bare, self.include, self.exclude)
+        if self.shards is not None:
+            reshard(self.bare)  # optimizers hold the pieces, and an evaluation leaves the root whole
         return replace(
             self,
             layers=layers,
             facts=model_facts(self.bare, layers, self.optimizers, self.world.size),
             n_groups=[len(each.param_groups) for each in self.optimizers.values()],
         )
+
+    def with_smaller_blocks(self) -> Setup:
+        """Return a copy whose blocks are half as large, without looking at the model again: one rank may be alone."""
+        other = copy(self)
+        object.__setattr__(other, "halvings", self.halvings + 1)
+        vars(other).pop("block_elements", None)
+        return other
 
     def change_to(self, other: Setup) -> str:
         """Describe what is different in another part of the run."""
@@ -203,7 +214,11 @@ class Own(Mapping[str, Tensor]):
         self._held, self._mine = held, mine
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._held[name] if name in self._mine else self._held[name].reshape(-1)[:0]
+        if name in self._mine:
+            return self._held[name]
+        if isinstance(self._held, Differences):
+            return self._held.nothing_of(name)
+        return self._held[name].reshape(-1)[:0]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)

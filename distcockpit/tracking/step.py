@@ -230,7 +230,7 @@ class TrackedStep:
             setup.world.refuse(record_of(TRACK, self._step))
             raise
         try:
-            versions = {name: version for name, version in self._versions.items() if name in setup.tracked}
+            versions = {name: version for name, version in self._versions.items() if name in setup.facts.shapes}
             found = self._checked.micro_batches(capture, versions, self._mixing)
             captured = found.captured
             curvatures = self._checked.curvatures(captured)

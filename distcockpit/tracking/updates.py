@@ -108,11 +108,11 @@ class Start:
 
 def interrupted_update(parameters: Mapping[str, Tensor], n_parts: int) -> Update:
     """Return an update of which only the end was seen."""
-    nothing = torch.zeros(0, dtype=torch.float64, device=next(iter(parameters.values())).device)
-    unknown = nothing.new_full((n_parts,), float("nan"))
-    none = nothing.new_zeros(n_parts, 0)
+    device = next(iter(parameters.values())).device
+    unknown = torch.full((n_parts,), float("nan"), dtype=torch.float64, device=device)
+    one, none = unknown[:, None], unknown.new_zeros(n_parts, 0)
     return Update(
-        unknown[0], unknown, {}, nothing, none, none, 0, inputs_changed=False, skipped=False, interrupted=True
+        unknown[0], unknown, {}, unknown[:1], one, none, 0, inputs_changed=False, skipped=False, interrupted=True
     )
 
 
@@ -134,6 +134,7 @@ class Updates:
         self._moving: set[str] = set()  # parameters that are not trained, but change all the same
         self._cut: Stamp | None = None  # of an update that cannot be known: the model changed, or there was no memory
         self._lost: Stamp | None = None  # of an update whose start could not be kept
+        self.displaced_at = -1  # the step of the latest update whose displacement was recorded
 
     @property
     def start(self) -> Start | None:
@@ -213,10 +214,9 @@ class Updates:
         if not is_as_it_was:
             self._cut = start.stamp
             return None
-        if self._setup.shards is not None:
-            return start
         if start.stamp.step == step - 1:
-            self._record_displacement(start, now=now)
+            if self._setup.shards is None:
+                self._record_displacement(start, now=now)
             return start
         self._notices.once(
             "gap",
