@@ -52,6 +52,7 @@ class Loop:
         names = {each.name for each in fields(StoreOptions)}
         of_store = StoreOptions(**{**QUICKLY, **{name: options.pop(name) for name in names & options.keys()}})
         given = {**QUICK, **options, "store_options": of_store}
+        self.place = str(where.store)
         self.cockpit = DistCockpit(self.net, self.loss_fn, **where.for_cockpit, **given)
 
     def train(self, steps: int) -> None:
@@ -62,7 +63,8 @@ class Loop:
             self.step += 1
 
     def wait_for_fault(self, caplog: pytest.LogCaptureFixture) -> None:
-        until(lambda: re.search("could not be written|was removed while", caplog.text))
+        """Wait until it is logged; the thread of an earlier test may still log its own."""
+        until(lambda: re.search(re.escape(self.place) + " (could not be written|was removed while)", caplog.text))
 
 
 def rows(where: Place) -> list[int]:
