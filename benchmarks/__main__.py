@@ -30,6 +30,8 @@ def main() -> None:
         *((f"memory_{model}", ["memory", "--model", model, *runs]) for model in ("mlp", "3c3d")),
         ("scaling", ["scaling"]),
         ("collective", ["collective"]),
+        ("hidden", ["hidden", *rounds]),
+        ("sharded", ["sharded", *rounds]),
         ("size", ["size", *rounds, "--figure", str(args.figures / "size.png")]),
     ]
     for name, (program, *options) in programs:

@@ -121,12 +121,13 @@ def displaced(session: Session, step: int, start: Start | None, *, if_moved: boo
     """
     setup, world, agreements = session.setup, session.setup.world, session.agreements
     wanting = [q for q in setup.quantities if q.needs.displacement and q.starts(step)]
-    if not wanting or step <= session.updates.displaced_at:  # a step that is tried again began no other update
+    if not wanting:
         return
     pieces = None if start is None else Differences(setup.held, start.values)
     if if_moved and not float(world.all_reduce(_squares(setup, pieces)).sum()):
         return  # NaN has moved
-    session.updates.displaced_at = step
+    if not session.updates.begins_recording(step):  # a step that is tried again began no other update
+        return
     selection = ("displacement", *(q.name for q in wanting))
     sums: dict[str, Tensor] = {}
     facts: dict[str, Tensor] = {}

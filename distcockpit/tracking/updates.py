@@ -134,7 +134,7 @@ class Updates:
         self._moving: set[str] = set()  # parameters that are not trained, but change all the same
         self._cut: Stamp | None = None  # of an update that cannot be known: the model changed, or there was no memory
         self._lost: Stamp | None = None  # of an update whose start could not be kept
-        self.displaced_at = -1  # the step of the latest update whose displacement was recorded
+        self._displaced_at = -1  # the step of the latest update whose displacement was recorded
 
     @property
     def start(self) -> Start | None:
@@ -177,6 +177,12 @@ class Updates:
             )
             values[name] = spare.copy_(held) if spare is not None and fits else held.clone()
         self._start, self._spare, self._lost = replace(start, values=values, versions=versions), {}, None
+
+    def begins_recording(self, step: int) -> bool:
+        """True if the displacement of the update that began at this step is to be recorded; False from then on."""
+        is_new = step > self._displaced_at
+        self._displaced_at = max(step, self._displaced_at)
+        return is_new
 
     def lose(self, stamp: Stamp) -> None:
         """The update that starts at this step will not be known on this rank; the other ranks are told when it ends."""
