@@ -223,3 +223,39 @@ def options_differ(rank: int, size: int, group: Any, store: str, what: str) -> s
 def test_options_that_differ_between_ranks(ranks: Ranks, tmp_path: Path, what: str, word: str) -> None:
     for said in ranks.run(2, options_differ, str(tmp_path / "run"), what):
         assert "The ranks disagree: rank 1 has" in said and word in said
+
+
+# -- a rank without memory ---------------------------------------------------------------------------------------------
+
+
+def no_memory_for_an_exchange(rank: int, size: int, group: Any, store: str) -> tuple[list[str], int]:
+    """What each step says, and how often rank 1 tried to get memory."""
+    net, loss_fn, said, tries = cases.initialised("mlp"), CE(), [], []
+    options: dict[str, Any] = {"quantities": [MeanGSNR()], "schedule": every(1), "timeout_seconds": 2}
+    cockpit = DistCockpit(net, loss_fn, store=store, process_group=group, **options)
+    world = cockpit._session.setup.world
+
+    def make() -> None:
+        tries.append(1)
+        raise MemoryError("of step 1")
+
+    for step in range(3):
+        x, y = cases.data("mlp", "mean", step)
+        try:
+            if (rank, step) == (1, 1):
+                world.insist(make)
+            with cockpit.track(step):
+                loss_fn(net(x), y).backward()
+            said.append("")
+        except (MemoryError, RuntimeError) as error:
+            assert world.is_broken
+            said.append(str(error))
+    return said, len(tries)
+
+
+def test_a_rank_without_memory_for_an_exchange(ranks: Ranks, tmp_path: Path) -> None:
+    """It asks twice, and then takes no part any more: it would be one exchange behind, and sums would be mixed."""
+    (first, _), (second, tries) = ranks.run(2, no_memory_for_an_exchange, str(tmp_path / "run"))
+    assert tries == 2 and second[:2] == ["", "of step 1"] and "Rank 1 had no memory left" in second[2]
+    assert first[0] == "" and "Rank 0 could not finish a tracked step" in first[1].replace(":", "")
+    ranks.stop(kill=True)

@@ -157,7 +157,8 @@ class ParameterGradients:
 
     def attach(self, name: str, leaf: Tensor, guarded: Callable[[Hook], Hook]) -> list[Any]:
         """Watch the leaf that stands for a sharded parameter in the forward pass; arguments as for `watch`."""
-        if self._attached.get(name) is leaf or (name not in self._checked and name not in self._summed):
+        is_wanted = name in self._checked or name in self._summed or bool(self.left)
+        if self._attached.get(name) is leaf or not is_wanted:
             return []
         self._attached[name] = leaf
         return [first_hook(leaf, guarded(self._add(name, False)))]

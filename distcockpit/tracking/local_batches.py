@@ -134,7 +134,8 @@ def _local_batches(
 
 def _held(session: Session, inputs: StepInputs, batches: Sequence[MicroBatch]) -> Held:
     uses = [use for batch in batches for use in batch.uses]
-    of_calls = [t for use in uses for t in (*tensors((use.args, use.kwargs)), *use.output_gradients.values())]
+    kept = ((*tensors((use.args, use.kwargs)), *use.values.values(), *use.output_gradients.values()) for use in uses)
+    of_calls = [tensor for each in kept for tensor in each]
     parameters = {memory_of(local(p)) for p in session.setup.parameters.values()}
     factors = {memory_of(t): _bytes(t) for t in of_calls}
     direction = inputs.update.direction if inputs.update is not None else None
