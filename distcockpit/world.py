@@ -21,9 +21,11 @@ Every rank records its position, so that a rank that waits in vain can say which
 from __future__ import annotations
 
 import functools
+import hashlib
 import socket
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -190,17 +192,11 @@ class World:
         ranks = self.ranks = list(dist.get_process_group_ranks(self.group))
         if self.size == 1:
             return
-        among_themselves = len(ranks) < dist.get_world_size()
-        # Groups created by a subset of ranks are named after their ranks; torch reuses the name, and with it stale
-        # addresses, once such a group is destroyed. They are kept until torch.distributed ends.
-        self._keep_groups = among_themselves
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=timeout_seconds),
-            "use_local_synchronization": among_themselves,
+            "use_local_synchronization": len(ranks) < dist.get_world_size(),
         }
-        with self._explained("construct DistCockpit"):
-            if among_themselves:
-                _count_alike(self.group, self.rank)
+        with self._explained("construct DistCockpit"), _names_of_our_own(ranks):
             self._header = dist.new_group(ranks, backend="gloo", **options)
             backend: str = dist.get_backend(self.group)
             if backend == "undefined":  # of a group with one for each device, as `init_process_group()` makes
@@ -378,22 +374,35 @@ class World:
 
     def close(self) -> None:
         """Destroy the process groups. Every rank must have waited for its sums."""
-        if self._header is not None and dist.is_initialized() and not self._keep_groups:
+        if self._header is not None and dist.is_initialized():
             for group in (self._header, self._sums):
                 dist.destroy_process_group(group)
         self._header = self._sums = None
 
 
-def _count_alike(group: Any, rank: int) -> None:
-    """Make all ranks of a group belong to the same number of groups, because torch derives group names from it.
+_groups: Counter[tuple[int, ...]] = Counter()  # made so far, by their ranks
 
-    Ranks with different numbers would wait for each other forever. Missing groups are filled up with groups of one
-    rank.
+
+@contextmanager
+def _names_of_our_own(ranks: list[int]) -> Generator[None, None, None]:
+    """Give groups of these ranks that are made inside names of our own.
+
+    torch makes names from the number of groups that each rank has made. Ranks whose numbers differ would wait for each
+    other forever; and from torch 2.14 on a group of some ranks puts these ahead of the others, so that the user's next
+    group of all ranks would hang.
     """
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
-    for _ in range(max(counts) - counts[rank]):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    module, members = dist.distributed_c10d, tuple(ranks)
+    original, digest_of_ranks = module._process_group_name, hashlib.sha1(repr(members).encode()).hexdigest()
+
+    def name(*_: Any, **__: Any) -> Any:
+        _groups[members] += 1
+        return f"distcockpit_{digest_of_ranks}_{_groups[members]}"
+
+    module._process_group_name = name
+    try:
+        yield
+    finally:
+        module._process_group_name = original
 
 
 def first_difference(descriptions: list[dict[str, str]]) -> str | None:

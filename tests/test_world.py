@@ -259,3 +259,43 @@ def test_a_rank_without_memory_for_an_exchange(ranks: Ranks, tmp_path: Path) -> 
     assert tries == 2 and second[:2] == ["", "of step 1"] and "Rank 1 had no memory left" in second[2]
     assert first[0] == "" and "Rank 0 could not finish a tracked step" in first[1].replace(":", "")
     ranks.stop(kill=True)
+
+
+# -- groups of some ranks ----------------------------------------------------------------------------------------------
+
+
+def groups_of_some_ranks(rank: int, size: int, group: Any, store: str) -> list[float]:
+    """Cockpits on two ranks of four, on other two, and on all; between them groups as loops make them."""
+    import torch.distributed as dist
+
+    def track(name: str, ranks: Any, members: list[int]) -> None:
+        if rank not in members:
+            return
+        net, loss_fn = cases.initialised("mlp"), CE()
+        options = {"quantities": [q.Loss()], "schedule": every(1), "process_group": ranks, "timeout_seconds": 20}
+        with DistCockpit(net, loss_fn, store=f"{store}/{name}", **options) as cockpit, cockpit.track(0):
+            x, y = cases.data("mlp", "mean", 0)
+            loss_fn(net(x), y).backward()
+
+    def total(ranks: Any) -> float:
+        value = torch.tensor(float(rank))
+        dist.all_reduce(value, group=ranks)
+        return value.item()
+
+    first = dist.new_group([0, 1])
+    for k in range(2):
+        track(f"first_{k}", first, [0, 1])
+    sums = [total(dist.new_group())]  # of all ranks, two of which have made more groups
+    second = dist.new_group([1, 2])
+    track("second", second, [1, 2])
+    track("all", None, [0, 1, 2, 3])
+    track("first_2", first, [0, 1])
+    return [*sums, total(dist.new_group())]
+
+
+def test_groups_of_some_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks that made more groups than others wait for nobody, neither in ours nor in the user's."""
+    found = ranks.run(4, groups_of_some_ranks, str(tmp_path))
+    assert found == [[6.0, 6.0]] * 4
+    for name in ("first_0", "first_1", "first_2", "second", "all"):
+        assert len(open_run(tmp_path / name)["loss"]["step"]) == 1, name

@@ -15,7 +15,7 @@ from distcockpit.instruments.picture import BLACK, BLUE, GREY, ORANGE, Bars, Lev
 def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
     """Alpha by step and its distribution; shaded where steps overshoot the minimum of the fit (above 0) or fall short.
 
-    Schneider et al. 2021, arXiv:2102.06604, section 3.1 and figure 3.
+    Schneider et al. 2021, arXiv:2102.06604.
     """
     (node,) = groups.values()
     data = values(node["alpha"])

@@ -45,7 +45,7 @@ class Alpha(Quantity):
     $$\alpha = \frac{2\|d\|}{\bar\alpha} - 1, \qquad \bar\alpha = -\mu_1/\mu_2.$$
 
     Mutschler and Zell 2020 and Schneider et al. 2021, "Cockpit: A Practical Debugging Tool for the Training of Deep
-    Neural Networks", arXiv:2102.06604, section 3.1. Unitless: 0 is a step to the minimum, a positive value overshoots,
+    Neural Networks", arXiv:2102.06604. Unitless: 0 is a step to the minimum, a positive value overshoots,
     between -1 and 0 the step falls short, and below -1 it goes uphill, away from a minimum behind it. -1 for a concave
     fit or no step, NaN where the fit is undefined; ``status`` says which. Stored under the step t at which the update
     began. Works with any optimizer.
@@ -64,7 +64,7 @@ class Alpha(Quantity):
 
     optimizer: str | None = None
 
-    source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604, section 3.1"
+    source: ClassVar[str] = "Schneider et al. 2021, arXiv:2102.06604"
 
     def __post_init__(self) -> None:
         if not self.name and self.optimizer is not None:
