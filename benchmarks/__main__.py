@@ -1,4 +1,4 @@
-"""All measurements and figures of the pages, on this machine: about an hour and a half on two cores.
+"""All measurements and figures of the pages, on this machine: about two hours on two cores.
 
     python -m benchmarks                     # -> benchmarks/results/*.json, docs/benchmarks.png, docs/size.png
     python -m benchmarks --rounds 1 --results /tmp/results --figures /tmp/results
@@ -27,7 +27,9 @@ def main() -> None:
     rounds, runs = ["--rounds", str(args.rounds)], ["--runs", str(min(3, args.rounds))]
     programs = [
         *((f"overhead_{model}", ["overhead", "--model", model, *rounds]) for model in ("mlp", "3c3d", "gpt", "vit")),
-        *((f"memory_{model}", ["memory", "--model", model, *runs]) for model in ("mlp", "3c3d")),
+        ("overhead_gpt2", ["overhead", "--model", "gpt2", *rounds, "--only", "GradNorm", "NormTest", "economy"]),
+        *((f"memory_{model}", ["memory", "--model", model, *runs]) for model in ("mlp", "3c3d", "gpt", "gpt2")),
+        ("memory_gpt2_ddp", ["memory", "--model", "gpt2", "--ranks", "2", "--only", "GradNorm", *runs]),
         ("scaling", ["scaling"]),
         ("collective", ["collective"]),
         ("hidden", ["hidden", *rounds]),

@@ -9,7 +9,8 @@
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
 the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
 runs, less that of the plain loop: of the first step, of the next three, two of which check themselves as the first
-does, and of three that do not.
+does, and of three that do not. Beside it stands what `Time` says that a step held at its end, in MiB: factors (inputs
+and output gradients of layers) and copies of parameters, on top of which a step uses at most `memory_budget` (256 MiB).
 
 glibc keeps what was freed, the more of it the larger the blocks that a process once had, so that resident memory grows
 with holes, in plain loops as well. All loops run with a fixed threshold above which free memory goes back to the
@@ -41,6 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.collective import join
 from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, fully_sharded, has_cockpit, make, write
+from distcockpit import open_run
+from distcockpit.quantities import Time
 
 NAMES = {"mlp": ("GradHist2d", "economy", "business"), "3c3d": ("GradHist2d", "economy", "business")}
 NAMES |= {kind: ("GradNorm", "NormTest", "Alpha", "economy without updates", "economy") for kind in LARGE}
@@ -56,7 +59,7 @@ def memory(field: str) -> int:
 
 
 def growth(kind: str, name: str, folder: Path, wrap: Callable[[nn.Module], nn.Module] = lambda net: net) -> list[int]:
-    """Peak resident memory above what there was before the first step, in bytes, in each phase."""
+    """Peak resident memory above what there was before the first step, in bytes, in each phase; factors; copies."""
     warnings.simplefilter("ignore")
     store = None if name not in VARIANTS else folder
     warm = Loop(*make("mlp"), store and store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
@@ -68,13 +71,17 @@ def growth(kind: str, name: str, folder: Path, wrap: Callable[[nn.Module], nn.Mo
     if name.startswith("Cockpit: "):
         loop: Loop = CockpitLoop(model, x, name.removeprefix("Cockpit: "))
     else:
-        loop = Loop(model, x, store and store / "run", VARIANTS.get(name, []))
+        loop = Loop(model, x, store and store / "run", [*VARIANTS.get(name, []), Time()])
     before, peaks = memory("VmRSS"), []
     for steps in PHASES.values():
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         loop.advance(steps)
         peaks.append(memory("VmHWM") - before)
-    return peaks
+    loop.close()
+    if store is None or not (store / "run").exists():  # the plain loop, Cockpit, or another rank than the first
+        return [*peaks, 0, 0]
+    held = open_run(store / "run")["time"]
+    return [*peaks, int(held["factor_bytes"][-1]), int(held["copy_bytes"][-1])]
 
 
 def on_rank(rank: int, ranks: int, kind: str, name: str, folder: str, sharded: bool) -> None:
@@ -117,17 +124,19 @@ def main() -> None:
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         peaks[name].append(json.loads(output.splitlines()[-1]))
     plain = np.median(peaks["plain"], 0)
-    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain)
+    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain[: len(PHASES)])
     table = Table(
         title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; ranks: {args.ranks}; malloc: {args.malloc}"
     )
-    for column in ("MiB above plain", *(each for phase in PHASES for each in (phase, "from ... to"))):
+    phases = [each for phase in PHASES for each in (phase, "from ... to")]
+    for column in ("MiB above plain", *phases, "factors", "copies"):
         table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
         above = (np.array(values) - plain) / 2**20
-        cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T]
-        table.add_row(name, *(cell for pair in cells for cell in pair))
-    Console(width=130).print(table)
+        cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T[: len(PHASES)]]
+        held = [f"{np.median(each):.1f}" for each in above.T[len(PHASES) :]]
+        table.add_row(name, *(cell for pair in cells for cell in pair), *held)
+    Console(width=150).print(table)
     if args.json:
         write(args.json, "memory", {"model": args.model, "ranks": args.ranks, "sharded": args.sharded, "bytes": peaks})
 

@@ -152,7 +152,10 @@ class Capture:
         self._is_loops, self._steps_away = tracked is not None, 0
         self._outputs = OutputsOfCalls()
         self.edges: list[GradientEdge] = []  # in a second pass, where the outputs of calls are in the graph
-        self._loop = LoopWatch(self._see_in_loop, self._differentiates)
+        self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
+        self._called = {} if self._functions is None else self._functions.called  # now, before any are replaced
+        self._parts = self._watch_for(-1) if self._is_loops and self._called else None
+        self._loop = LoopWatch(self._see_in_loop, self._differentiates, self._parts)
         self._kept = Kept()
         self._before: dict[int, _Before] = {}
         self._open = False
@@ -161,7 +164,6 @@ class Capture:
         self._late: tuple[nn.Module, Watch] | None = (
             None  # a module called by the backward pass, and what watches its calls
         )
-        self._functions = next((layer.module for layer in layers if isinstance(layer.module, Functions)), None)
         self._backward_passes = BackwardPasses(model)
         self._parameters = ""
         self.forward_seconds = 0.0
@@ -377,16 +379,18 @@ class Capture:
         self._parameters = self._fingerprint()
         self._entered = time.perf_counter()
         if self._functions is not None:
-            watch = self._watch_for(self._functions, self._pass)
+            watch = self._watch_for(batch_size)
             watch.mark(batch)
+            if self._parts is not None:
+                watch.learn(self._parts)
             for call in self._calls:
                 if call.watch is not None:
                     call.watch.is_muted = True
             watch.begin()
             self._calls[-1].watch = watch
 
-    def _watch_for(self, functions: Functions, forward: ForwardPass) -> Watch:
-        return Watch(functions.called, forward.batch_size, self._device, self._use_function, self._see_in_model)
+    def _watch_for(self, batch_size: int) -> Watch:
+        return Watch(self._called, batch_size, self._device, self._use_function, self._see_in_model)
 
     @property
     def _watch(self) -> Watch | None:
@@ -400,7 +404,7 @@ class Capture:
         if self._looks_away or self._calls or self._late is not None or not torch.is_grad_enabled():
             return
         if forward is not None and functions is not None:
-            watch = self._watch_for(functions, forward)
+            watch = self._watch_for(forward.batch_size)
             watch.mark(t for t in tensors((args, kwargs)) if t.requires_grad or forward.batch_size in t.shape)
             self._late = module, watch
             watch.begin()
@@ -662,7 +666,7 @@ class Capture:
         kept = [t.detach().clone() if form is None and id(t) in frozen else self._own(t) for t in given]
         checked = (*kept, *recording.constants)
         use = Use(
-            functions.layer(call, names, recording.function),
+            functions.layer(call, names, recording.function, self._called),
             None if form is None else form.rule,
             (recording, *kept),
             {},

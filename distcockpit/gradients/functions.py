@@ -1,6 +1,7 @@
 """Calls of torch functions with parameters.
 
-A mode sees each call inside the model's forward pass. Tensors made from parameters and constants alone
+A mode sees each call inside the model's forward pass, and one in the loop what is made there for it, as arguments of
+`torch.func.functional_call`. Tensors made from parameters and constants alone
 (``wpe(arange(T))``, ``-A.exp()``, ``p.expand(B, -1, -1)``) are remembered through the calls that made them. A call that
 combines such a tensor, or a parameter, with something of the batch is a use: it can be run again on its own, starting
 from the parameters, which is exact whatever the function is. What belongs to the batch is what was computed from the
@@ -68,17 +69,20 @@ class Functions(nn.Module):
         """True if this is one of the parameters."""
         return name in self._owners
 
-    def layer(self, number: int, names: Mapping[str, str], function: Any) -> Layer:
+    def layer(
+        self, number: int, names: Mapping[str, str], function: Any, parameters: Mapping[str, nn.Parameter]
+    ) -> Layer:
         """Return what stands for a call in a forward pass, the same at every step.
 
         Args:
             number: How often functions were called with these parameters before.
             names: The parameters, by local name.
             function: What was called.
+            parameters: By name; inside the forward pass the model may hold other tensors in their places.
         """
         key = number, frozenset(names.items())
         if key not in self._layers:
-            site, said = Call(names, self.called), getattr(function, "__name__", str(function))
+            site, said = Call(names, parameters), getattr(function, "__name__", str(function))
             owner = self._owners[min(names.values())]
             self._layers[key] = Layer(owner, site, names, names, is_leaf=True, function=said)
         return self._layers[key]
@@ -194,6 +198,12 @@ class Watch(Mode):
             if id(tensor) not in self._leaves:
                 self._known[tensor] = "batch"
 
+    def learn(self, other: Watch) -> None:
+        """Know what another watch has seen being made from parameters."""
+        for tensor, kind in other._known.items():
+            if isinstance(kind, ParameterPart):
+                self._known[tensor] = kind
+
     def know(self, name: str, parameter: nn.Parameter) -> None:
         """Look for another tensor that is this parameter, too."""
         self._leaves.setdefault(id(parameter), Leaf(name, parameter.shape))
@@ -209,12 +219,13 @@ class Watch(Mode):
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
-        result = self._call(func, args, kwargs)
+        result = self.call(func, args, kwargs)
         if not isinstance(result, Tensor) or not (result.is_nested or self._batch_size in result.shape):
             self._on_call(func, args, kwargs, result)
         return result
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and remember what it was if its result is made from parameters."""
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
@@ -231,7 +242,8 @@ class Watch(Mode):
             return result
         has_batch = "batch" in kinds
         # Arguments that a call writes to are kept as they were before; constants are kept as they are.
-        kept = [t.detach().clone() if k == 0 and writes(func) else t for k, t in enumerate(given)]
+        overwritten = writes(func) and not isinstance(kinds[0], ParameterPart)
+        kept = [given[0].detach().clone(), *given[1:]] if overwritten else given
         before = (
             None if func in FUNCTIONS else RandomState.take(self._device)
         )  # functions with a closed form draw nothing

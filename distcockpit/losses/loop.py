@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distcockpit.gradients.functions import ASKED, Mode, OnCall, transforms
+from distcockpit.gradients.functions import ASKED, Mode, OnCall, Watch, transforms
 from distcockpit.replay.trees import tensors
 from distcockpit.world import Pending
 
@@ -61,11 +61,17 @@ class LoopWatch(Mode):
     Args:
         on_call: Called for each function call.
         on_backward: Called before each call that differentiates; the returned context is active during the call.
+        parts: Remembers what the loop makes from parameters; never active itself.
     """
 
-    def __init__(self, on_call: OnCall, on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        on_call: OnCall,
+        on_backward: Callable[[Any, Any, Any], AbstractContextManager[None]],
+        parts: Watch | None = None,
+    ) -> None:
         super().__init__()
-        self._on_call, self._on_backward = on_call, on_backward
+        self._on_call, self._on_backward, self._parts = on_call, on_backward, parts
         self.scale: Pending | None = None  # the factor of `torch.amp.GradScaler.scale`
         self._of_samples: Any = WeakTensorKeyDictionary()  # derived from outputs of the model, detached or not
 
@@ -86,7 +92,9 @@ class LoopWatch(Mode):
         if func in ROOTS:
             with self._on_backward(func, args, kwargs):
                 return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        # In a step of the optimizer gradients are disabled, and nothing is to be remembered.
+        parts = self._parts if torch.is_grad_enabled() else None
+        result = func(*args, **kwargs) if parts is None else parts.call(func, args, kwargs)
         if self._of_samples and any(tensor in self._of_samples for tensor in tensors((args, kwargs))):
             self.follow(tensors(result))
         if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from paths import ROOT
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from train import Spec, first_order, make_optimizer, parameter_groups, shard
@@ -469,6 +470,31 @@ class CompiledStep(Compiled):
         job.kept["compiled graphs"] = len(job.kept["graphs"])
 
 
+# -- functional calls --------------------------------------------------------------------------------------------------
+
+
+class Functional(Loop):
+    """with the parameters"""
+
+    row = "`torch.func.functional_call`"
+
+    def arguments(self, net: nn.Module) -> dict[str, Tensor]:
+        return dict(net.named_parameters())
+
+    def forward_backward(self, job: Job, x: Tensor, y: Tensor) -> None:
+        job.loss_fn(functional_call(job.net, self.arguments(job.net), (x,)), y).backward()
+        for p in job.net.parameters():
+            dist.all_reduce(p.grad, group=job.group)
+            p.grad /= job.size
+
+
+class FunctionalOfMade(Functional):
+    """with tensors that the loop makes from the parameters, inside `track`"""
+
+    def arguments(self, net: nn.Module) -> dict[str, Tensor]:
+        return {name: (2 * p).add(0) / 2 for name, p in net.named_parameters()}
+
+
 # -- beside the training -----------------------------------------------------------------------------------------------
 
 
@@ -565,6 +591,7 @@ ROWS = (
     "`fully_shard` (FSDP2)",
     "Activation checkpointing",
     "`torch.compile`",
+    "`torch.func.functional_call`",
     "Evaluation",
     "Several cockpits",
     "Reused input buffers",
