@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -188,20 +189,21 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.group = process_group if process_group is not None else dist.group.WORLD
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        ranks = self.ranks = list(dist.get_process_group_ranks(self.group))
+        ranks = self.ranks = sorted(dist.get_process_group_ranks(self.group))  # the order that new groups have
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         if self.size == 1:
             return
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=timeout_seconds),
             "use_local_synchronization": len(ranks) < dist.get_world_size(),
         }
+        new_group: Callable[..., Any] = dist.new_group
         with self._explained("construct DistCockpit"), _names_of_our_own(ranks):
-            self._header = dist.new_group(ranks, backend="gloo", **options)
+            self._header = new_group(ranks, backend="gloo", **options)
             backend: str = dist.get_backend(self.group)
             if backend == "undefined":  # of a group with one for each device, as `init_process_group()` makes
                 backend = str(dist.get_backend_config(self.group))
-            self._sums = dist.new_group(ranks, backend=backend, **options)
+            self._sums = new_group(ranks, backend=backend, **options)
             hosts: list[Any] = [None] * self.size
             dist.all_gather_object(hosts, socket.gethostname(), group=self._header)
         # The store is kept by the host of the first rank of all, as far as torchrun and the usual set-ups go.
@@ -380,7 +382,8 @@ class World:
         self._header = self._sums = None
 
 
-_groups: Counter[tuple[int, ...]] = Counter()  # made so far, by their ranks
+_groups: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many of our groups were made so far, by the default group, which may end and begin anew, and by their ranks."""
 
 
 @contextmanager
@@ -393,10 +396,11 @@ def _names_of_our_own(ranks: list[int]) -> Generator[None, None, None]:
     """
     module, members = dist.distributed_c10d, tuple(ranks)
     original, digest_of_ranks = module._process_group_name, hashlib.sha1(repr(members).encode()).hexdigest()
+    made = _groups.setdefault(dist.group.WORLD, Counter())
 
     def name(*_: Any, **__: Any) -> Any:
-        _groups[members] += 1
-        return f"distcockpit_{digest_of_ranks}_{_groups[members]}"
+        made[members] += 1
+        return f"distcockpit_{digest_of_ranks}_{made[members]}"
 
     module._process_group_name = name
     try:

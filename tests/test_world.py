@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.quantities import GradHist1d, MeanGSNR, OutputGradientGeometry
-from distcockpit.world import HEADER
+from distcockpit.world import HEADER, _names_of_our_own
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
@@ -290,6 +290,8 @@ def groups_of_some_ranks(rank: int, size: int, group: Any, store: str) -> list[f
     track("second", second, [1, 2])
     track("all", None, [0, 1, 2, 3])
     track("first_2", first, [0, 1])
+    in_this_order: Any = {"sort_ranks": False} if torch.__version__ >= "2.13" else {}
+    track("unsorted", dist.new_group([1, 0], **in_this_order), [0, 1])
     return [*sums, total(dist.new_group())]
 
 
@@ -297,5 +299,18 @@ def test_groups_of_some_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Ranks that made more groups than others wait for nobody, neither in ours nor in the user's."""
     found = ranks.run(4, groups_of_some_ranks, str(tmp_path))
     assert found == [[6.0, 6.0]] * 4
-    for name in ("first_0", "first_1", "first_2", "second", "all"):
+    for name in ("first_0", "first_1", "first_2", "second", "all", "unsorted"):
         assert len(open_run(tmp_path / name)["loss"]["step"]) == 1, name
+
+
+def test_names_begin_anew_with_a_new_default_group(tmp_path: Path) -> None:
+    """A rank that is started anew, with others that were there before, makes the same names as these."""
+    import torch.distributed as dist
+
+    found = []
+    for k in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(k)}", rank=0, world_size=1)
+        with _names_of_our_own([0]):
+            found.append([dist.new_group([0]).group_name for _ in range(2)])
+        dist.destroy_process_group()
+    assert found[0] == found[1] and found[0][0] != found[0][1]

@@ -38,7 +38,7 @@ LINEAR = _nodes(
     "Expand Permute Transpose T Repeat Select Slice Index IndexSelect MaskedSelect Gather Take Split UnsafeSplit "
     "SplitWithSizes Unbind Where MaskedFill AsStrided Diagonal Trace Flip ConstantPadNd Cumsum Movedim Narrow Unfold "
     "Roll Sort Topk Lerp"
-) | {"CopySlices", "CopyBackwards"}
+) | {"torch::autograd::CopySlices", "torch::autograd::CopyBackwards"}
 """Operations that are linear in everything differentiated through them."""
 
 PIECEWISE = _nodes("Clamp ClampMin ClampMax Abs Relu NanToNum Maximum Minimum")

@@ -24,7 +24,9 @@ def kept_activations() -> Generator[None, None, None]:
     def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    with _exchanged(CheckpointFunction=_Function(apply), _checkpoint_without_reentrant_generator=nothing):
+    # The generator is called by the second name from torch 2.15 on.
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    with _exchanged(CheckpointFunction=_Function(apply), **dict.fromkeys(names, nothing)):
         yield
 
 

@@ -296,6 +296,14 @@ def in_place(z: Tensor, d: Data, _: Any) -> Tensor:
     return loss
 
 
+def written(z: Tensor, d: Data, _: Any) -> Tensor:
+    """Losses that are written into a tensor, all of it and a part of it."""
+    losses, rows = z.new_zeros(len(z)), z.new_zeros(2, len(z))
+    losses[:] = F.cross_entropy(z, d.y, reduction="none")
+    rows[1] = losses
+    return rows.sum() / len(z)
+
+
 def with_labels(model: Any, d: Data) -> Any:
     return model(d.x, d.tokens)
 
@@ -337,6 +345,7 @@ OBJECTIVES: dict[str, Objective] = {
     "nn.CrossEntropyLoss()(z, y)": Objective(lambda z, d, _: nn.CrossEntropyLoss()(z, d.y), ce),
     "label smoothing": Objective(lambda z, d, _: F.cross_entropy(z, d.y, label_smoothing=0.1), smoothed),
     "class weights": Objective(lambda z, d, _: F.cross_entropy(z, d.y, weight=WEIGHT), weighted),
+    "written into a tensor": Objective(written, ce),
     "a sum": Objective(lambda z, d, _: F.cross_entropy(z, d.y, reduction="sum"), ce, divides=False),
     "a sum divided by the samples": Objective(lambda z, d, _: F.cross_entropy(z, d.y, reduction="sum") / len(z), ce),
     'reduction="none", then mean': Objective(lambda z, d, _: F.cross_entropy(z, d.y, reduction="none").mean(), ce),

@@ -10,7 +10,10 @@ import pytest
 import torch
 from odd_loops import each, expected, six_samples, track_body
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+
+from distcockpit.replay.checkpointing import kept_activations
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
 
@@ -31,6 +34,25 @@ class Checkpointed(nn.Module):
             return torch.tanh(self.middle(z if self.scale is None else z + self.scale))
 
         return self.last(inside(z) if self.reentrant is None else checkpoint(inside, z, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_with_other_parameters(reentrant: bool) -> None:
+    """Nothing is computed again once the model has its own parameters back, and nothing is called twice."""
+    net, (x, y), calls = Checkpointed(reentrant, own=True), six_samples(), []
+    net.middle.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[Tensor]:
+        made = {name: (2 * p).detach().requires_grad_() for name, p in net.named_parameters()}
+        with kept_activations():
+            loss = nn.functional.cross_entropy(functional_call(net, made, (x,)), y)
+        return list(torch.autograd.grad(loss, list(made.values())))
+
+    found = gradients()
+    assert len(calls) == 1
+    net.reentrant = None
+    for one, other in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
