@@ -215,6 +215,8 @@ class Capture:
         self._open = False
         if self._is_loops:
             self._loop.end()
+        if self._parts is not None:
+            self._parts.forget()
         if self in _running:
             _running.remove(self)
         for handle in self._handles:

@@ -204,6 +204,10 @@ class Watch(Mode):
             if isinstance(kind, ParameterPart):
                 self._known[tensor] = kind
 
+    def forget(self) -> None:
+        """Release what was made from parameters, and what it was made with."""
+        self._known.clear()
+
     def know(self, name: str, parameter: nn.Parameter) -> None:
         """Look for another tensor that is this parameter, too."""
         self._leaves.setdefault(id(parameter), Leaf(name, parameter.shape))
@@ -219,12 +223,12 @@ class Watch(Mode):
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
-        result = self.call(func, args, kwargs)
+        result = self.call_and_remember(func, args, kwargs)
         if not isinstance(result, Tensor) or not (result.is_nested or self._batch_size in result.shape):
             self._on_call(func, args, kwargs, result)
         return result
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call_and_remember(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and remember what it was if its result is made from parameters."""
         if func in OPENED:
             with self:
@@ -247,6 +251,7 @@ class Watch(Mode):
         before = (
             None if func in FUNCTIONS else RandomState.take(self._device)
         )  # functions with a closed form draw nothing
+        recording, batch = self._record(func, args, kwargs, kinds, kept)  # first: a call may change its arguments
         result = func(*args, **kwargs)
         output = given[0] if result is None and writes(func) and given[0]._base is None else result
         made = tensors(output)
@@ -256,7 +261,6 @@ class Watch(Mode):
         if not made or (drew and not has_batch):  # written to a view, or random: not known, so not explained
             self.mark([*made, *given[:1]] if writes(func) else made)
             return result
-        recording, batch = self._record(func, args, kwargs, kinds, kept)
         if has_batch:
             self.mark(made)
             self._on_use(recording, batch, output, before if drew else None)
@@ -300,12 +304,23 @@ class Watch(Mode):
 RESHAPING = {torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten}
 
 PROPERTIES = ("_version", "device", "dtype", "is_cuda", "is_leaf", "is_nested", "is_sparse", "layout", "ndim")
-METHODS = ("dim", "is_contiguous", "is_floating_point", "is_inference", "numel", "size", "storage_offset", "stride")
+METHODS = (
+    "__deepcopy__",
+    "__reduce_ex__",
+    "dim",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "numel",
+    "size",
+    "storage_offset",
+    "stride",
+)
 ASKED = frozenset({
     *(getattr(Tensor, name).__get__ for name in (*PROPERTIES, "requires_grad", "shape")),
     *(getattr(Tensor, name) for name in METHODS),
 })
-"""Tensor attributes that are read all the time, and are not tensors."""
+"""Tensor attributes that are read all the time and are not tensors, and methods that copy and save one."""
 
 
 def _opened(function: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import distcockpit
 from distcockpit import DistCockpit
 
 PACKAGE = str(Path(distcockpit.__file__).parent)
-OF_THE_LOOP = {"__torch_function__", "_call"}  # which call what the loop calls; so does the wrapped model
+OF_THE_LOOP = {"__torch_function__", "call_and_remember"}  # which call what the loop calls; so does the wrapped model
 
 
 class Allocator(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -126,18 +126,24 @@ def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
+    with bucketed(spec.buckets, spec.elements):
+        return _train(rank, size, group, spec, curvature)
 
+
+@contextlib.contextmanager
+def bucketed(number: int, elements: int) -> Generator[None, None, None]:
+    """Inside, models are dealt out to so many buckets, or to buckets of at most so many elements."""
     real = setup.buckets
 
-    def deal(parameters: Mapping[str, Tensor], elements: int) -> list[setup.Bucket]:
-        if spec.elements:
-            return real(parameters, spec.elements)
+    def deal(parameters: Mapping[str, Tensor], usual: int) -> list[setup.Bucket]:
+        if elements:
+            return real(parameters, elements)
         names = list(parameters)
-        dealt = [names[k :: spec.buckets] for k in range(min(spec.buckets, len(names)))]
+        dealt = [names[k::number] for k in range(min(number, len(names)))]
         return [dict.fromkeys(each, WHOLE) for each in dealt]
 
     with mock.patch("distcockpit.tracking.setup.buckets", deal):
-        return _train(rank, size, group, spec, curvature)
+        yield
 
 
 def _train(rank: int, size: int, group: Any, spec: Spec, curvature: bool) -> list[dict[str, Tensor]]:

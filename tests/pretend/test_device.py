@@ -130,7 +130,9 @@ def test_ranks(tmp_path: Path, size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("model, preset", list(WAITS))
 def test_where_a_step_waits(call: Call, tmp_path: Path, model: str, preset: str) -> None:
-    assert call(programs.waits, str(tmp_path / "run"), model, preset) == sorted(WAITS[model, preset])
+    expected = sorted(WAITS[model, preset])
+    with_old_scipy = [(place, what, n - ("lanczos" in place)) for place, what, n in expected]  # a product fewer
+    assert call(programs.waits, str(tmp_path / "run"), model, preset) in (expected, with_old_scipy)
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "tokens", "attention"])
