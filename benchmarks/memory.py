@@ -117,14 +117,17 @@ def main() -> None:
     if has_cockpit() and args.model not in LARGE and args.ranks == 1:
         names += [f"Cockpit: {name}" for name in names if name in COCKPITS]
     peaks: dict[str, list[list[int]]] = {name: [] for name in names}
+    held: dict[str, list[list[int]]] = {name: [] for name in names}
     for name in track([name for _ in range(args.runs) for name in names], description=args.model):
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--ranks", str(args.ranks)]
         command += ["--one", name, *(["--sharded"] if args.sharded else [])]
         environment = os.environ | (FIXED if args.malloc == "fixed" else {})
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-        peaks[name].append(json.loads(output.splitlines()[-1]))
+        numbers = json.loads(output.splitlines()[-1])
+        peaks[name].append(numbers[: len(PHASES)])
+        held[name].append(numbers[len(PHASES) :])
     plain = np.median(peaks["plain"], 0)
-    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain[: len(PHASES)])
+    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain)
     table = Table(
         title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; ranks: {args.ranks}; malloc: {args.malloc}"
     )
@@ -133,12 +136,13 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
         above = (np.array(values) - plain) / 2**20
-        cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T[: len(PHASES)]]
-        held = [f"{np.median(each):.1f}" for each in above.T[len(PHASES) :]]
-        table.add_row(name, *(cell for pair in cells for cell in pair), *held)
+        cells = [(f"{np.median(each):.1f}", f"{each.min():.1f} to {each.max():.1f}") for each in above.T]
+        kept = [f"{size / 2**20:.1f}" for size in np.median(held[name], 0)]
+        table.add_row(name, *(cell for pair in cells for cell in pair), *kept)
     Console(width=150).print(table)
     if args.json:
-        write(args.json, "memory", {"model": args.model, "ranks": args.ranks, "sharded": args.sharded, "bytes": peaks})
+        how = {"model": args.model, "ranks": args.ranks, "sharded": args.sharded}
+        write(args.json, "memory", {**how, "bytes": peaks, "held": held})
 
 
 if __name__ == "__main__":

@@ -189,6 +189,11 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.group = process_group if process_group is not None else dist.group.WORLD
+        if dist.get_rank(self.group) < 0:
+            raise ValueError(
+                f"process_group= does not contain this rank, {dist.get_rank()} of {dist.get_world_size()}. Pass a "
+                "group that it belongs to, or construct DistCockpit only on the ranks of the group."
+            )
         ranks = self.ranks = sorted(dist.get_process_group_ranks(self.group))  # the order that new groups have
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         if self.size == 1:

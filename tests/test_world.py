@@ -303,6 +303,22 @@ def test_groups_of_some_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert len(open_run(tmp_path / name)["loss"]["step"]) == 1, name
 
 
+def of_another_group(rank: int, size: int, group: Any, store: str) -> str:
+    import torch.distributed as dist
+
+    first = dist.new_group([0])
+    try:
+        DistCockpit(nn.Linear(12, 5), CE(), store=store, process_group=first).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_not_in_the_group(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(4, of_another_group, str(tmp_path / "run"))
+    assert said[0] == "" and "process_group= does not contain this rank, 2 of 4" in said[2]
+
+
 def test_names_begin_anew_with_a_new_default_group(tmp_path: Path) -> None:
     """A rank that is started anew, with others that were there before, makes the same names as these."""
     import torch.distributed as dist

@@ -317,10 +317,10 @@ METHODS = (
     "stride",
 )
 ASKED = frozenset({
-    *(getattr(Tensor, name).__get__ for name in (*PROPERTIES, "requires_grad", "shape")),
+    *(getattr(Tensor, name).__get__ for name in (*PROPERTIES, "grad", "requires_grad", "shape")),
     *(getattr(Tensor, name) for name in METHODS),
 })
-"""Tensor attributes that are read all the time and are not tensors, and methods that copy and save one."""
+"""Attributes of tensors that are read all the time and are not made of them, and methods that copy and save one."""
 
 
 def _opened(function: Any) -> Callable[..., Any]:

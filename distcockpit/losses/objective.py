@@ -41,6 +41,8 @@ LINEAR = _nodes(
 ) | {"torch::autograd::CopySlices", "torch::autograd::CopyBackwards"}
 """Operations that are linear in everything differentiated through them."""
 
+STACKING = ("StackBackward0", "CatBackward0", "torch::autograd::CopySlices")
+
 PIECEWISE = _nodes("Clamp ClampMin ClampMax Abs Relu NanToNum Maximum Minimum")
 """Operations that are linear almost everywhere, up to a constant: guards of a loss."""
 
@@ -441,10 +443,13 @@ def _are_losses(terms: Tensor) -> bool:
 
 
 def _stacks(terms: Tensor) -> bool:
-    """True if these are stacked losses of a batch."""
-    node: Any = terms.grad_fn
-    stacks = node is not None and node.name() in ("StackBackward0", "CatBackward0")
-    return stacks and all(_is_number(upstream, k) for upstream, k in node.next_functions if upstream is not None)
+    """True if these are stacked losses of a batch, or such that were written into one tensor."""
+    return terms.grad_fn is not None and _stacked(terms.grad_fn)
+
+
+def _stacked(node: Any) -> bool:
+    edges = [(upstream, k) for upstream, k in node.next_functions if upstream is not None]
+    return node.name() in STACKING and all(_is_number(*edge) or _stacked(edge[0]) for edge in edges)
 
 
 def _goes_on(node: Any) -> bool:

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _get_current_function_mode_stack
@@ -285,6 +286,34 @@ def test_a_parametrization_cached_around_the_step(tmp_path: Path) -> None:
             cockpit.flush()
             found = float(open_run(tmp_path / "run")["norm_test"]["norm_test"][-1])
             np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+
+def test_a_step_looked_ahead(tmp_path: Path) -> None:
+    """Arguments of `functional_call` that the loop makes from parameters and from gradients, which are constants."""
+    net, loss_fn = Model(lambda m, z: z * m.p.exp()), nn.CrossEntropyLoss()
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[NormTest()], schedule=every(1)) as cockpit:
+        for step in range(3):
+            x, y = data(step)
+            net.zero_grad()
+            loss_fn(net(x), y).backward()
+            names, parameters = zip(*net.named_parameters(), strict=True)
+            gradients = [p.grad.clone() for p in parameters]
+
+            def ahead(gradients: Any, parameters: Any = parameters, names: Any = names) -> dict[str, Tensor]:
+                return {k: p - 0.5 * g for k, p, g in zip(names, parameters, gradients, strict=True)}
+
+            losses = F.cross_entropy(functional_call(net, ahead(gradients), (x,)), y, reduction="none")
+            rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+            each = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).double()
+            noise = (each.square().sum(1).mean() - each.mean(0).square().sum()) / (len(x) - 1)
+            with cockpit.track(step):
+                out = functional_call(net, ahead(p.grad for p in parameters), (x,))
+                for p in parameters:
+                    p.grad = None
+                loss_fn(out, y).backward()
+            cockpit.flush()
+            found = float(open_run(tmp_path / "run")["norm_test"]["norm_test"][-1])
+            np.testing.assert_allclose(found, float((noise / each.mean(0).square().sum()).sqrt()), rtol=2e-4)
 
 
 class Rerouted(Model):
