@@ -9,8 +9,9 @@
 Each loop runs in a process of its own. What counts is the growth of its resident memory from before the first step to
 the peak over some steps (Linux resets and reports that peak), so that libraries do not count; the median of several
 runs, less that of the plain loop: of the first step, of the next three, two of which check themselves as the first
-does, and of three that do not. Beside it stands what `Time` says that a step held at its end, in MiB: factors (inputs
-and output gradients of layers) and copies of parameters, on top of which a step uses at most `memory_budget` (256 MiB).
+does, and of three that do not. Beside it stands the peak of torch's allocator in one more such step, also above the
+plain loop's, and what `Time` says that a step held at its end, in MiB: factors (inputs and output gradients of layers)
+and copies of parameters, on top of which a step uses at most `memory_budget` (256 MiB).
 
 glibc keeps what was freed, the more of it the larger the blocks that a process once had, so that resident memory grows
 with holes, in plain loops as well. All loops run with a fixed threshold above which free memory goes back to the
@@ -20,6 +21,7 @@ system; ``--malloc default`` leaves it as it is.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -39,6 +41,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.collective import join
 from benchmarks.setups import COCKPITS, LARGE, VARIANTS, CockpitLoop, Loop, fully_sharded, has_cockpit, make, write
@@ -58,8 +61,17 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024
 
 
+def allocated(step: Callable[[], object]) -> int:
+    """The most that torch's allocator has in use during a step, in bytes, above what it has in use before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]  # negative if freed
+    return max(itertools.accumulate(sizes, initial=0))
+
+
 def growth(kind: str, name: str, folder: Path, wrap: Callable[[nn.Module], nn.Module] = lambda net: net) -> list[int]:
-    """Peak resident memory above what there was before the first step, in bytes, in each phase; factors; copies."""
+    """What a loop takes, in bytes: of resident memory in each phase; of the allocator; factors; copies."""
     warnings.simplefilter("ignore")
     store = None if name not in VARIANTS else folder
     warm = Loop(*make("mlp"), store and store / "warm", VARIANTS.get(name, []))  # libraries, compiled kernels
@@ -77,6 +89,8 @@ def growth(kind: str, name: str, folder: Path, wrap: Callable[[nn.Module], nn.Mo
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         loop.advance(steps)
         peaks.append(memory("VmHWM") - before)
+    loop.advance(1)  # the eighth, which checks itself
+    peaks.append(allocated(loop.one))
     loop.close()
     if store is None or not (store / "run").exists():  # the plain loop, Cockpit, or another rank than the first
         return [*peaks, 0, 0]
@@ -124,14 +138,14 @@ def main() -> None:
         environment = os.environ | (FIXED if args.malloc == "fixed" else {})
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         numbers = json.loads(output.splitlines()[-1])
-        peaks[name].append(numbers[: len(PHASES)])
-        held[name].append(numbers[len(PHASES) :])
+        peaks[name].append(numbers[:-2])
+        held[name].append(numbers[-2:])
     plain = np.median(peaks["plain"], 0)
-    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain)
+    grown = ", ".join(f"{size / 2**20:.0f}" for size in plain[:-1])
     table = Table(
         title=f"{args.model}: peak memory; plain steps grow by {grown} MiB; ranks: {args.ranks}; malloc: {args.malloc}"
     )
-    phases = [each for phase in PHASES for each in (phase, "from ... to")]
+    phases = [each for phase in (*PHASES, "allocator") for each in (phase, "from ... to")]
     for column in ("MiB above plain", *phases, "factors", "copies"):
         table.add_column(column, justify="left" if column == "MiB above plain" else "right")
     for name, values in peaks.items():
@@ -142,7 +156,9 @@ def main() -> None:
     Console(width=150).print(table)
     if args.json:
         how = {"model": args.model, "ranks": args.ranks, "sharded": args.sharded}
-        write(args.json, "memory", {**how, "bytes": peaks, "held": held})
+        resident = {name: [run[:-1] for run in runs] for name, runs in peaks.items()}
+        allocator = {name: [run[-1] for run in runs] for name, runs in peaks.items()}
+        write(args.json, "memory", {**how, "bytes": resident, "allocated": allocator, "held": held})
 
 
 if __name__ == "__main__":
