@@ -187,9 +187,7 @@ class Watch(Mode):
         self._batch_size = batch_size
         self._leaves = {id(p): Leaf(name, p.shape) for name, p in parameters.items()}
         self._known: Any = WeakTensorKeyDictionary()  # "batch", or the part that a tensor is
-        self.reshaped: Any = (
-            WeakTensorKeyDictionary()
-        )  # original shapes of tensors that need not be views of what they were made from
+        self.reshaped: Any = WeakTensorKeyDictionary()  # original shapes of tensors whose bases do not tell them
         self._device, self._on_use = device, on_use
 
     def mark(self, batch: Iterable[Tensor]) -> None:
@@ -239,7 +237,7 @@ class Watch(Mode):
             result = func(*args, **kwargs)
             if "batch" in kinds:
                 self.mark(tensors(result))
-                if func in RESHAPING and isinstance(result, Tensor):
+                if isinstance(result, Tensor) and (func in RESHAPING or func is Tensor.view and _is_turned(given[0])):
                     self.reshaped[result] = given[0].shape
                 if writes(func):
                     self.mark(given[:1])
@@ -302,6 +300,13 @@ class Watch(Mode):
 
 
 RESHAPING = {torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten}
+
+
+def _is_turned(tensor: Tensor) -> bool:
+    """True if a tensor is contiguous but its base is not, such as the output of attention with its axes permuted."""
+    base = tensor._base
+    return base is not None and base.layout is torch.strided and tensor.is_contiguous() and not base.is_contiguous()
+
 
 PROPERTIES = ("_version", "device", "dtype", "is_cuda", "is_leaf", "is_nested", "is_sparse", "layout", "ndim")
 METHODS = (

@@ -114,6 +114,11 @@ SERVED: dict[str, Forward] = {
     "folded, positions first": lambda m, z: (
         (z.transpose(0, 1).reshape(-1, z.shape[2]) * m.p).view(z.shape[1], len(z), -1).transpose(0, 1)
     ),
+    "folded, positions first in memory": lambda m, z: (
+        (z.transpose(0, 1).contiguous().transpose(0, 1).tanh().transpose(0, 1).view(-1, z.shape[2]) * m.p)
+        .view(z.shape[1], len(z), -1)
+        .transpose(0, 1)
+    ),
     "of three": lambda m, z: torch.addcmul(z, z, m.p, value=0.5),
     "class token": lambda m, z: torch.cat([m.q[:, :1].expand(len(z), -1, -1), z[:, 1:]], 1),
     "in place": in_place,

@@ -216,10 +216,6 @@ CASES: dict[str, Case] = {
             TimeFirst(nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0), 1, enable_nested_tensor=False)),
             FLAT,
         ),
-        # Before torch 2.13, attention copied its output before it merged batch and time.
-        whole=()
-        if torch.__version__ >= "2.13"
-        else tuple(f"body.body.layers.0.self_attn.out_proj.{n}" for n in ("bias", "weight")),
         group="Attention",
     ),
     "RNN, PReLU": Case(
