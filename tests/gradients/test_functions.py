@@ -373,6 +373,17 @@ def test_an_error_in_the_forward_leaves_no_mode_behind(tmp_path: Path) -> None:
     np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], [expected], rtol=2e-4)
 
 
+def test_a_mode_that_begins_inside_of_a_step_outlives_it(tmp_path: Path) -> None:
+    net, loss_fn, (x, y), mine = Model(lambda m, z: z * m.p), nn.CrossEntropyLoss(), data(0), OfTheUser()
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+            mine.__enter__()
+        assert _get_current_function_mode_stack() == [mine]
+        mine.__exit__(None, None, None)
+    assert _get_current_function_mode() is None
+
+
 class Checkpointed(nn.Module):
     """Modules that the backward pass calls again, one of them with parameters of its own."""
 
