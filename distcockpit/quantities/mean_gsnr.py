@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from distcockpit.gradients import kernels
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
-
-PIECE = 1 << 16  # elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +49,9 @@ class MeanGSNR(Quantity):
 
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """Sum of the ratio over this rank's range of elements."""
-        total, shard = bucket.number(0.0), bucket.shard
-        pieces = zip(shard.mean.split(PIECE), shard.squares.split(PIECE), strict=True)
-        for mean, squares in pieces:  # small enough to stay in cache: allocating memory costs more than the arithmetic
-            squared = mean.square()
-            variance = squared.sub(squares, alpha=1 / bucket.n).neg_()
-            total += squared.div_(variance.add_(self.epsilon)).sum()
-        return {"ratio": total, "elements": bucket.number(shard.mean.numel())}
+        shard = bucket.shard
+        ratio = kernels.signal_to_noise(shard.mean, shard.squares, bucket.n, self.epsilon)
+        return {"ratio": ratio, "elements": bucket.number(shard.mean.numel())}
 
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """The same, over all."""

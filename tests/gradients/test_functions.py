@@ -90,6 +90,14 @@ def without_gradient(m: Model, z: Tensor) -> Tensor:
     return z * constant + z * m.p.sin()
 
 
+def written_without_gradient(m: Model, z: Tensor) -> Tensor:
+    """Autograd knows nothing of the write, though what is written to has a gradient."""
+    z = z * 1
+    with torch.no_grad():
+        z.mul_(m.p)
+    return z + m.p.sin()
+
+
 def drawn_for_each(m: Model, z: Tensor) -> Tensor:
     """Times that are drawn in the forward pass: a row for each sample, which nobody handed over."""
     times = torch.arange(len(z), dtype=z.dtype)[:, None, None] / 7
@@ -128,6 +136,7 @@ SERVED: dict[str, Forward] = {
     "stacked": lambda m, z: torch.stack([z, z * m.p]).sum(0),
     "transposed": lambda m, z: torch.einsum("bti,io->bto", z, m.w.t()),
     "without gradient": without_gradient,
+    "written to without gradient": written_without_gradient,
     "keywords": lambda m, z: torch.add(input=z, other=m.q, alpha=3),
     "drawn for each": drawn_for_each,
     "positions": lambda m, z: z + F.embedding(torch.arange(4), m.w),
@@ -339,6 +348,28 @@ def test_a_call_of_the_model_within_a_call(tmp_path: Path) -> None:
                 loss_fn(cockpit(x), y).backward()
         assert cockpit.coverage()["q"].route in (CALLS, CLOSED)
     np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], expected, rtol=2e-4)
+
+
+class WithRows(nn.Module):
+    """A parameter with a row for each sample."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.first, self.rows, self.head = nn.Linear(5, 6), nn.Parameter(torch.ones(n, 6)), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) * self.rows + self.rows).tanh())
+
+
+def test_a_parameter_with_a_row_for_each_sample(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, loss_fn, (x, y) = WithRows(11), nn.CrossEntropyLoss(), data(0)
+    x = x.reshape(11, -1)[:, :5]
+    expected = oracle.mean_gsnr(individual(net, x, y))
+    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1)) as cockpit:
+        with cockpit.track(0):
+            loss_fn(cockpit(x), y).backward()
+    np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], [expected], rtol=2e-4)
 
 
 class OfTheUser(TorchFunctionMode):

@@ -186,6 +186,8 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
         numba_cpu.add_powers(*found, rows)
         reference.add_powers(*expected, rows)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+        found, expected = (kernel.signal_to_noise(*expected, 7, 0.1) for kernel in (numba_cpu, reference))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
 
 
 def test_without_openmp_one_thread_does_all() -> None:
@@ -259,6 +261,10 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
         norms = kernel.squared_norms([values, values.sum(), values[:0]])
         expected = torch.stack([exact.square().sum(), values.sum().double().square(), exact.new_zeros(())])
         torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0.0)
+        mean, squares = exact.mean(0), exact.square().sum(0)
+        found = kernel.signal_to_noise(mean, squares, max(1, len(values)), 0.25)
+        ratios = mean.square() / (squares / max(1, len(values)) - mean.square() + 0.25)
+        torch.testing.assert_close(found, ratios.sum(), rtol=1e-9, atol=0.0, equal_nan=True)
         pairs = [values, values[:0], values.double()], [other, other[:0], values]  # also of two types
         expected = torch.stack([(exact * other.double()).sum(), exact.new_zeros(()), exact.square().sum()])
         torch.testing.assert_close(kernel.inner_products(*pairs), expected, rtol=1e-11, atol=1e-8)

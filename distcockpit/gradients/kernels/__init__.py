@@ -228,6 +228,18 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
     _implementation(values).add_powers(sums, squares, values)
 
 
+def signal_to_noise(mean: Tensor, squares: Tensor, n: int, epsilon: float) -> Tensor:
+    """Return ``sum_d mean_d^2 / (squares_d / n - mean_d^2 + epsilon)``; a float64 number.
+
+    Args:
+        mean: float64 ``[D]``.
+        squares: Sums of n squares, likewise.
+        n: At least 1.
+        epsilon: Added to the variance.
+    """
+    return _implementation(mean).signal_to_noise(mean, squares, n, epsilon)
+
+
 def _implementation(values: Tensor) -> ModuleType:
     if numba_cpu is None or not values.is_cpu:
         return reference
@@ -249,6 +261,7 @@ def _exercise() -> Iterator[str]:
         (count_outer_2d, (values[:, :4], values, edges, columns, 2)),
         (add_sums, (wide[0].clone(), values)),
         (add_powers, (wide[0].clone(), wide[1].clone(), values)),
+        (signal_to_noise, (wide[0], wide[0].square(), 1, 1.0)),
         (count_small, (values.view(2, 4, 3), 0.0)),
         (count_small, (values.view(4, 6, 1), 0.0)),
         *((count_nonfinite, (each,)) for each in (values, wide)),

@@ -29,8 +29,8 @@ from distcockpit.gradients.kernels.compiling import once_per_machine
 # Nanoseconds of work below which another thread does not pay off: without Python, and with it.
 PER_MEMBER, PER_THREAD = 10_000, 100_000
 
-# Approximate nanoseconds per element: of a loop that only adds, and of one that searches for slots.
-ADDED, COUNTED = 0.2, 0.3
+# Approximate nanoseconds per element: of a loop that only adds, one that searches for slots, and one that divides.
+ADDED, COUNTED, DIVIDED = 0.2, 0.3, 1.0
 
 INTEGER: dict[Any, Any] = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
 
@@ -130,6 +130,16 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
     n, d, values = len(values), sums.numel(), values.contiguous()
     parts = _members(2 * ADDED * n * d)
     _run(teams.add_powers(KINDS[values.dtype]), (parts, n, d), (values, sums.view(-1), squares.view(-1)))
+
+
+def signal_to_noise(mean: Tensor, squares: Tensor, n: int, epsilon: float) -> Tensor:
+    """Return the sum of the squared mean over the variance, float64."""
+    parts = _members(DIVIDED * mean.numel())
+    options = torch.tensor([1 / n, epsilon], dtype=torch.float64, device="cpu")
+    sums = torch.empty(parts, dtype=torch.float64, device="cpu")
+    given = mean.contiguous(), squares.contiguous(), options, sums
+    _run(teams.signal_to_noise(), (parts, mean.numel()), given)
+    return sums.sum()
 
 
 def count_nonfinite(values: Tensor) -> Tensor:

@@ -211,6 +211,16 @@ def inner(first, second):
     return total
 
 
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def signal_to_noise(mean, squares, share, epsilon):
+    """Return the sum over elements of the squared mean over the variance, with the share 1/n of each sample."""
+    total = np.float64(0.0)
+    for i in range(mean.size):
+        signal = mean[i] * mean[i]
+        total += signal / (squares[i] * share - signal + epsilon)
+    return total
+
+
 @_jit
 def inner_rows(values, others, sums):
     """Write inner products of the rows of ``values`` and ``others``, or its only row, to ``sums [N]``."""

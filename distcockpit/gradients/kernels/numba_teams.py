@@ -82,6 +82,27 @@ def add_powers(kind: np.dtype) -> Any:
 
 
 @cache
+def signal_to_noise() -> Any:
+    """Sums of the squared mean over the variance, in parts of elements.
+
+    Task: parts, d, mean float64 ``[d]``, squares float64 ``[d]``, 1/n and epsilon float64 ``[2]``, sums float64
+    ``[parts]``.
+    """
+
+    @_team
+    def run(data):
+        task = carray(data, (8,), np.int64)
+        parts, d = task[0], task[1]
+        mean, squares = carray(_at(task[2]), (d,), np.float64), carray(_at(task[3]), (d,), np.float64)
+        options, sums = carray(_at(task[4]), (2,), np.float64), carray(_at(task[5]), (parts,), np.float64)
+        for k in range(_thread(), parts, _threads()):
+            some = slice(d * k // parts, d * (k + 1) // parts)
+            sums[k] = loops.signal_to_noise(mean[some], squares[some], options[0], options[1])
+
+    return run
+
+
+@cache
 def count_block(kind: np.dtype) -> Any:
     """Counts by slot of ``values [n]``.
 

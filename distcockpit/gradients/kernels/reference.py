@@ -99,6 +99,16 @@ def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
         squares += wide.square().sum(0)
 
 
+def signal_to_noise(mean: Tensor, squares: Tensor, n: int, epsilon: float) -> Tensor:
+    """Return the sum of ratios, float64, without a copy of all elements."""
+    total = mean.new_zeros(())
+    for some, of_squares in zip(mean.split(CHUNK), squares.split(CHUNK), strict=True):
+        signal = some.square()
+        noise = signal.sub(of_squares, alpha=1 / n).neg_()
+        total += signal.div_(noise.add_(epsilon)).sum()
+    return total
+
+
 def _samples(delta: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:
     """Yield pieces of a few samples whose products fit a chunk."""
     n = max(1, CHUNK // max(1, delta.shape[1] * x.shape[1]))
