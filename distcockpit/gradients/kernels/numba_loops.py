@@ -38,13 +38,6 @@ def _slot(v, limits, low, per_width):
 
 
 @_jit
-def slots(values, limits, low, per_width, numbers):
-    """Write the slots of ``values [D]`` to ``numbers [D]``."""
-    for i in range(values.size):
-        numbers[i] = _slot(values[i], limits, low, per_width)
-
-
-@_jit
 def _zero(limits):
     """Return the slot of zero, and that of small negative numbers, each with its interval ``[start, end)``."""
     k = 0
@@ -54,6 +47,46 @@ def _zero(limits):
     if start < 0 or k < 2:
         return k, k, start, start, end
     return k, k - 1, limits[k - 2], start, end
+
+
+@_jit
+def slots(values, limits, low, per_width, numbers):
+    """Write the slots of ``values [D]`` to ``numbers [D]``."""
+    _slots(values, limits, low, per_width, _zero(limits), numbers)
+
+
+@_jit
+def _slots(values, limits, low, per_width, near, numbers):
+    """Do the same, many elements at a time.
+
+    A bin found by arithmetic is right if the value is farther from its edges than rounding can move it: the rounding of
+    the edges, of a difference and of two products. Next to zero and outside of all bins, edges are compared. What is
+    left is searched.
+    """
+    zero, below, start, middle, end = near
+    kind, n = limits.dtype.type, limits.size
+    none, one, bins, first, last = kind(0), kind(1), kind(n - 3), limits[1], limits[n - 2]
+    margin = kind(8 * (np.nextafter(one, kind(2)) - one) * (bins + max(abs(first), abs(last)) * per_width + one))
+    least, most = margin, kind(bins - margin)
+    missed = np.int32(0)
+    for i in range(values.size):
+        v = values[i]
+        guess = (v - low) * per_width
+        inside = (guess > least) & (guess < most)
+        guess = guess if inside else none
+        k = np.int32(guess)
+        rest = guess - kind(k)
+        is_sure = inside & (rest > margin) & (rest < one - margin)
+        k = k + 2 if is_sure else -1
+        k = 1 if (v >= limits[0]) & (v < first) else k
+        k = n - 1 if (v >= last) & (v < np.inf) else k
+        k = (zero if v >= middle else below) if (v >= start) & (v < end) else k
+        numbers[i] = k
+        missed = np.int32(missed + np.int32(k < 0))
+    if missed:
+        for i in range(values.size):
+            if numbers[i] < 0:
+                numbers[i] = _slot(values[i], limits, low, per_width)
 
 
 @_jit
@@ -123,7 +156,8 @@ def _n_below(d, signs, near):
 @_jit
 def count_block(values, limits, low, per_width, counts):
     """Add the counts of the elements of ``values [D]`` to ``counts``."""
-    zero, below, start, middle, end = _zero(limits)
+    near, numbers = _zero(limits), np.empty(CHUNK, np.int32)
+    zero, below, start, middle, end = near
     for first in range(0, values.size, CHUNK):
         chunk = values[first : first + CHUNK]
         negative = positive = np.int32(0)  # 32 bits, so that 16 elements are compared at once
@@ -131,30 +165,25 @@ def count_block(values, limits, low, per_width, counts):
             v = chunk[i]
             negative = np.int32(negative + np.int32((v >= start) & (v < middle)))
             positive = np.int32(positive + np.int32((v >= middle) & (v < end)))
-        if negative + positive < chunk.size:
-            for v in chunk:
-                if not (v >= start and v < end):
-                    counts[_slot(v, limits, low, per_width)] += 1
-        counts[below] += negative
-        counts[zero] += positive
+        if negative + positive == chunk.size:
+            counts[below] += negative
+            counts[zero] += positive
+        else:
+            _slots(chunk, limits, low, per_width, near, numbers)
+            for i in range(chunk.size):
+                counts[numbers[i]] += 1
 
 
 @_jit
 def count_block_2d(values, limits, low, per_width, columns, counts):
     """Do the same for pairs with ``columns [D]``, for ``values [N, D]``."""
-    zero, below, start, middle, end = _zero(limits)
+    near, numbers = _zero(limits), np.empty(CHUNK, np.int32)
     for n in range(values.shape[0]):
         for first in range(0, values.shape[1], CHUNK):
             chunk, column = values[n, first : first + CHUNK], columns[first : first + CHUNK]
-            near = np.int32(0)
+            _slots(chunk, limits, low, per_width, near, numbers)
             for i in range(chunk.size):
-                near = np.int32(near + np.int32((chunk[i] >= start) & (chunk[i] < end)))
-            if near == chunk.size:
-                for i in range(chunk.size):
-                    counts[zero if chunk[i] >= middle else below, column[i]] += 1
-            else:
-                for i in range(chunk.size):
-                    counts[_slot(chunk[i], limits, low, per_width), column[i]] += 1
+                counts[numbers[i], column[i]] += 1
 
 
 @_jit
