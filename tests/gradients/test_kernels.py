@@ -305,7 +305,7 @@ print("compiled" if misses else "loaded" if hits else "neither")
 
 
 def test_one_process_compiles(tmp_path: Path) -> None:
-    """Of several that start at once, and says so; one that comes later neither waits nor compiles."""
+    """Of several that start at once, and says so. A later one neither waits nor compiles, until code changes."""
     pytest.importorskip("numba")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILING]
@@ -317,3 +317,6 @@ def test_one_process_compiles(tmp_path: Path) -> None:
     assert sum("kernels compiled in" in err for _, err in told) == 1
     late = run_program(*command, env=environment)
     assert late.stdout.strip() == "neither" and "compiling" not in late.stderr
+    for mark in tmp_path.rglob("*.compiled"):  # as if a file were another than the one that was compiled
+        mark.unlink()
+    assert run_program(*command, env=environment).stdout.strip() == "compiled"  # also what calls it in another file

@@ -37,6 +37,9 @@ def once_per_machine(exercise: Callable[[], Iterator[str]], modules: Sequence[Mo
         logger.info("distcockpit: compiling kernels, once per machine (about 10 s).")
         with _alone(folder / "distcockpit.lock"):
             if not mark.exists():
+                for module in modules:  # Numba keeps a loop compiled as it was when only one that it calls has changed
+                    for stale in folder.glob(f"{module.__name__.rpartition('.')[2]}.*.nb[ci]"):
+                        stale.unlink(missing_ok=True)
                 began = said = time.monotonic()
                 for done in exercise():
                     if time.monotonic() - said > EVERY:
