@@ -77,12 +77,12 @@ def _slots(values, limits, low, per_width, near, numbers):
         k = np.int32(guess)
         rest = guess - kind(k)
         is_sure = inside & (rest > margin) & (rest < one - margin)
-        k = k + 2 if is_sure else -1
-        k = 1 if (v >= limits[0]) & (v < first) else k
-        k = n - 1 if (v >= last) & (v < np.inf) else k
-        k = (zero if v >= middle else below) if (v >= start) & (v < end) else k
-        numbers[i] = k
-        missed = np.int32(missed + np.int32(k < 0))
+        slot = k + 2 if is_sure else -1
+        slot = 1 if (v >= limits[0]) & (v < first) else slot
+        slot = n - 1 if (v >= last) & (v < np.inf) else slot
+        slot = (zero if v >= middle else below) if (v >= start) & (v < end) else slot
+        numbers[i] = slot
+        missed = np.int32(missed + np.int32(slot < 0))
     if missed:
         for i in range(values.size):
             if numbers[i] < 0:
