@@ -79,9 +79,9 @@ class Products:
         model, x = make("gpt")
         self.loop = Loop(model, x, None, [])
         self._layers: dict[nn.Module, list[Tensor]] = {m: [] for m in model.modules() if isinstance(m, nn.Linear)}
-        self._handles = [m.register_forward_hook(self._keep) for m in self._layers]
+        handles = [m.register_forward_hook(self._keep) for m in self._layers]
         self.loop.one()
-        for handle in self._handles:
+        for handle in handles:
             handle.remove()
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -350,28 +350,6 @@ def test_a_call_of_the_model_within_a_call(tmp_path: Path) -> None:
     np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], expected, rtol=2e-4)
 
 
-class WithRows(nn.Module):
-    """A parameter with a row for each sample."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.first, self.rows, self.head = nn.Linear(5, 6), nn.Parameter(torch.ones(n, 6)), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.first(x) * self.rows + self.rows).tanh())
-
-
-def test_a_parameter_with_a_row_for_each_sample(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net, loss_fn, (x, y) = WithRows(11), nn.CrossEntropyLoss(), data(0)
-    x = x.reshape(11, -1)[:, :5]
-    expected = oracle.mean_gsnr(individual(net, x, y))
-    with DistCockpit(net, loss_fn, store=tmp_path / "run", quantities=[MeanGSNR()], schedule=every(1)) as cockpit:
-        with cockpit.track(0):
-            loss_fn(cockpit(x), y).backward()
-    np.testing.assert_allclose(open_run(tmp_path / "run")["mean_gsnr"]["mean_gsnr"], [expected], rtol=2e-4)
-
-
 class OfTheUser(TorchFunctionMode):
     """A mode that was there before."""
 
