@@ -185,7 +185,7 @@ class BatchAxes:
         see = watched(model, watch, self.batch_dim, batch_size) if called else nullcontext()
         try:
             statistics = {path: _any_statistics(module) for path, module in training_batchnorms(model)}
-            now = replace(forward.before, attributes=Attributes.take(model))
+            now = replace(forward.before, attributes=Attributes.take(model.modules()))
             forward = replace(forward, before=now)
             with torch.no_grad(), see, replayed(model, forward, statistics):
                 return dict(seen)

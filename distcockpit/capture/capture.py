@@ -178,7 +178,9 @@ class Capture:
         keep = self._handles.append
         for path, module in ({} if self._shards is None else self._shards.modules).items():  # around FSDP's own hooks
             keep(module.register_forward_pre_hook(Hook(self._enter_sharded), with_kwargs=True, prepend=True))
-            keep(module.register_forward_pre_hook(Hook(self._unsharded(path)), with_kwargs=True))
+            keep(
+                module.register_forward_pre_hook(Hook(functools.partial(self._enter_unsharded, path)), with_kwargs=True)
+            )
         keep(self._model.register_forward_pre_hook(Hook(self._enter_model), with_kwargs=True, prepend=True))
         for layer in self._layers:
             if layer.module is self._functions:
@@ -189,7 +191,11 @@ class Capture:
                         Hook(self._enter_rerun_layer), with_kwargs=True, prepend=True
                     )
                 )
-            keep(layer.module.register_forward_hook(Hook(self._leave_layer(layer)), with_kwargs=True, prepend=True))
+            keep(
+                layer.module.register_forward_hook(
+                    Hook(functools.partial(self._leave_layer, layer)), with_kwargs=True, prepend=True
+                )
+            )
         keep(self._model.register_forward_hook(Hook(self._leave_model), prepend=False, always_call=True))
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
@@ -299,31 +305,25 @@ class Capture:
         for watch in self._watches:
             watch.suspend()
 
-    def _unsharded(self, path: str) -> Callable[..., None]:
-        @_unseen
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered(self, module, args, kwargs)
-
-        @_harmless
-        def entered(_: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """Handle what FSDP has put in place of its shards."""
-            if self._looks_away or self._shards is None:
-                return
-            before, self._uncast = self._uncast, []
-            leaves = dict(self._shards.leaves(path))
-            for watch in self._watches:
-                watch.resume()
-                watch.follow(before, tensors((args, kwargs)))
-                for name, leaf in leaves.items():
-                    if leaf.requires_grad and self._functions is not None and self._functions.serves(name):
-                        watch.know(name, leaf)
+    @_unseen
+    @_harmless
+    def _enter_unsharded(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what FSDP has put in place of its shards."""
+        if self._looks_away or self._shards is None:
+            return
+        before, self._uncast = self._uncast, []
+        leaves = dict(self._shards.leaves(path))
+        for watch in self._watches:
+            watch.resume()
+            watch.follow(before, tensors((args, kwargs)))
             for name, leaf in leaves.items():
-                if leaf.requires_grad and self._leaves.get(name) is not leaf:
-                    self._handles += self.parameter_gradients.attach(name, leaf, self._guarded)
-                    self._handles.append(first_hook(leaf, self._kept_apart))
-            self._leaves.update(leaves)
-
-        return hook
+                if leaf.requires_grad and self._functions is not None and self._functions.serves(name):
+                    watch.know(name, leaf)
+        for name, leaf in leaves.items():
+            if leaf.requires_grad and self._leaves.get(name) is not leaf:
+                self._handles += self.parameter_gradients.attach(name, leaf, self._guarded)
+                self._handles.append(first_hook(leaf, self._kept_apart))
+        self._leaves.update(leaves)
 
     def _values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of sharded parameters, for a call that is run again once they are sharded again.
@@ -570,13 +570,15 @@ class Capture:
             self.pause(before)
 
     def _on_node(self, node: Any, receive: Callable[[Sequence[Tensor | None]], None]) -> None:
-        @_harmless
-        def hook(_: Capture, gradients: Sequence[Tensor | None]) -> None:
-            if self._open and not self._paused:
-                receive(gradients)
-                self._backward_passes.reach(receive)
+        self._handles.append(node.register_prehook(functools.partial(self._reach_node, receive)))
 
-        self._handles.append(node.register_prehook(functools.partial(hook, self)))
+    @_harmless
+    def _reach_node(
+        self, receive: Callable[[Sequence[Tensor | None]], None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        if self._open and not self._paused:
+            receive(gradients)
+            self._backward_passes.reach(receive)
 
     @_harmless
     def _kept_apart(self, gradient: Tensor | None) -> Tensor | None:
@@ -602,48 +604,44 @@ class Capture:
             kept = map_tensors(self._own, (args, kwargs))
             self._before[id(module)] = _Before(Snapshot.take(module, self._device), kept, _versions(kept))
 
-    def _leave_layer(self, layer: Layer) -> Callable[..., None]:
-        @_unseen
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            left(self, module, args, kwargs, output)
-
-        @_harmless
-        def left(_: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
-                return
-            if module is self._model and not self._pass.is_open:
-                return  # a call that was rerouted
-            before = self._before.pop(id(module), None)
-            if before is None:
-                kept = map_tensors(self._own, (args, kwargs)) if isinstance(module, _BatchNorm) else ((), {})
-                before = _Before(Snapshot.of_modes(module, self._device), kept, _versions(kept))
-            state = before.snapshot.random_state
-            call, shapes = self._pass.calls[layer.path], shapes_of(output)
-            given = given_shapes((args, kwargs), self._batch, self._watch)
-            axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
-            self._pass.calls[layer.path] += 1
-            use = Use(
-                layer,
-                None,
-                *before.kept,
-                versions=before.versions,
-                before=before.snapshot,
-                axes=axes,
-                shapes=shapes,
-                given=given,
-                key=layer.path,
-                call=call,
-                is_late=not self._pass.is_open,
-                drew=state is not None and state.torch_drew(),
-            )
-            self._pass.uses.append(use)
-            self.objective.mark(output, self._pass)
-            self._observe(use, output)
-            if not (layer.parameters and self._keeps_calls or self._output_gradients):
-                return
-            self._receive(use, output, tensors((args, kwargs)), self._pass.uses)
-
-        return hook
+    @_unseen
+    @_harmless
+    def _leave_layer(
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not torch.is_grad_enabled() or self._pass is None or self._looks_away:
+            return
+        if module is self._model and not self._pass.is_open:
+            return  # a call that was rerouted
+        before = self._before.pop(id(module), None)
+        if before is None:
+            kept = map_tensors(self._own, (args, kwargs)) if isinstance(module, _BatchNorm) else ((), {})
+            before = _Before(Snapshot.of_modes(module, self._device), kept, _versions(kept))
+        state = before.snapshot.random_state
+        call, shapes = self._pass.calls[layer.path], shapes_of(output)
+        given = given_shapes((args, kwargs), self._batch, self._watch)
+        axes = self._axes.of(layer.path, call, shapes, self._pass.batch_size, given, self._pass.folds)
+        self._pass.calls[layer.path] += 1
+        use = Use(
+            layer,
+            None,
+            *before.kept,
+            versions=before.versions,
+            before=before.snapshot,
+            axes=axes,
+            shapes=shapes,
+            given=given,
+            key=layer.path,
+            call=call,
+            is_late=not self._pass.is_open,
+            drew=state is not None and state.torch_drew(),
+        )
+        self._pass.uses.append(use)
+        self.objective.mark(output, self._pass)
+        self._observe(use, output)
+        if not (layer.parameters and self._keeps_calls or self._output_gradients):
+            return
+        self._receive(use, output, tensors((args, kwargs)), self._pass.uses)
 
     @_harmless
     def _use_function(self, recording: Recording, given: list[Tensor], output: Any, drawn: RandomState | None) -> None:
@@ -747,18 +745,20 @@ class Capture:
             self.objective.tell(losses)
 
     def _on_gradient(self, tensor: Tensor, receive: Callable[[Tensor], None], of: Use | LossCall | None = None) -> None:
-        @_harmless
-        def hook(_: Capture, gradient: Tensor | None) -> None:
-            if self._open and not self._paused and gradient is not None:  # some of several outputs may have no gradient
-                receive(gradient)
-                if of is not None:
-                    self._backward_passes.reach(of)
-
-        self._handles.append(tensor.register_hook(functools.partial(hook, self)))
+        self._handles.append(tensor.register_hook(functools.partial(self._reach_tensor, receive, of)))
         if isinstance(of, Use) and not self._is_loops:
             self.edges.append(get_gradient_edge(tensor))
         elif isinstance(of, Use) and self.objective.may_split:
             self._outputs.keep(tensor, receive, of)
+
+    @_harmless
+    def _reach_tensor(
+        self, receive: Callable[[Tensor], None], of: Use | LossCall | None, gradient: Tensor | None
+    ) -> None:
+        if self._open and not self._paused and gradient is not None:  # some of several outputs may have no gradient
+            receive(gradient)
+            if of is not None:
+                self._backward_passes.reach(of)
 
     def uses(self) -> list[Use]:
         """Return the calls of layers that gradients reached, in the order of the forward passes."""

@@ -79,6 +79,7 @@ class Diagonals:
     def __init__(self, model: nn.Module, loss_fn: nn.Module | None) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._form: nn.Module | None = None  # the converted model, if it is needed and was seen to be correct
+        self._problems: dict[Curvature, str] = {}  # of the model; one that changes begins a new part of the run
 
     def check_support(self, quantity: str, curvature: Curvature) -> None:
         """Reject early what BackPACK does not support.
@@ -134,7 +135,9 @@ class Diagonals:
         assert self._loss_fn is not None  # checked at construction
         problem = "" if self._form is None or curvature.kind == "diag_h" else "it is not a chain of modules."
         if not problem:
-            problem = _problem_of_model(curvature, self._model) or ""
+            if curvature not in self._problems:
+                self._problems[curvature] = _problem_of_model(curvature, self._model) or ""
+            problem = self._problems[curvature]
         if not problem:
             try:
                 return differentiate(curvature.extension(), self._model, self._loss_fn, micro, seed, parameters)

@@ -221,17 +221,23 @@ class Watch(Mode):
         kwargs = kwargs or {}
         if self.is_muted or func in ASKED or transforms():
             return func(*args, **kwargs)
-        result = self.call_and_remember(func, args, kwargs)
+        result = self.call_and_remember(func, args, kwargs, tensors((args, kwargs)))
         if not isinstance(result, Tensor) or not (result.is_nested or self._batch_size in result.shape):
             self._on_call(func, args, kwargs, result)
         return result
 
-    def call_and_remember(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and remember what it was if its result is made from parameters."""
+    def call_and_remember(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        """Call a function, and remember what it was if its result is made from parameters.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: Likewise.
+            given: The tensors among them.
+        """
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        given = tensors((args, kwargs))
         kinds = [self._kind(t) for t in given]
         if not any(isinstance(kind, ParameterPart) for kind in kinds):
             result = func(*args, **kwargs)
@@ -280,6 +286,7 @@ class Watch(Mode):
     ) -> tuple[Recording, list[Tensor]]:
         """Record the call and the batch tensors in it; constants of the batch's length are split like the batch."""
         batch: list[Tensor] = []
+        constants: list[Tensor] = []
         parts: list[ParameterPart] = []
         turn = iter(zip(kinds, kept, strict=True))
         is_use = "batch" in kinds
@@ -290,13 +297,14 @@ class Watch(Mode):
                 parts.append(kind)
                 return kind
             if not is_use:
+                constants.append(tensor)
                 return tensor
             batch.append(tensor)
             parts.append(Given(len(batch) - 1))
             return parts[-1]
 
         args, kwargs = map_tensors(exchange, (tuple(args), dict(kwargs)))
-        return Recording(func, args, kwargs, parts, [t.shape for t in batch]), batch
+        return Recording(func, args, kwargs, parts, constants, [t.shape for t in batch]), batch
 
 
 RESHAPING = {torch.reshape, Tensor.reshape, torch.flatten, Tensor.flatten}

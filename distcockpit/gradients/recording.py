@@ -76,6 +76,7 @@ class Recording:
         args: The arguments, with placeholders.
         kwargs: Likewise.
         parts: All placeholders.
+        constants: The tensors among the arguments.
         shapes: The shapes of the batch tensors.
     """
 
@@ -85,13 +86,14 @@ class Recording:
         args: Any,
         kwargs: Any,
         parts: Sequence[ParameterPart],
+        constants: Sequence[Tensor],
         shapes: Sequence[torch.Size] = (),
     ) -> None:
         self.function, self.args, self.kwargs, self._shapes = function, args, kwargs, shapes
         self._parts = parts
         self.parameters = frozenset(name for part in parts for name in part.parameters)
         self.has_gradient = torch.is_grad_enabled()
-        self.constants = [t for t in tensors((args, kwargs)) if not t.is_inference()]
+        self.constants = [t for t in constants if not t.is_inference()]
         self.constants += [t for part in parts if isinstance(part, Made) for t in part.call.constants]
 
     def keep(self, constants: Collection[int]) -> None:

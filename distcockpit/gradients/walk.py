@@ -121,16 +121,16 @@ class _Group:
         self._shapes = {name: values[name].shape if rows is None else values[name][rows].shape for name in names}
         self._locals = [{n: full for n, full in use.layer.parameters.items() if full in names} for use in uses]
         self._factors: dict[str, Factors] = {}
-        self._sources: dict[str, list[RowWise]] = {name: [] for name in names}  # if there is one for each use
-        for use, local in zip(uses, self._locals, strict=True):
-            rule = rule_of(use)
+        sources: dict[str, list[RowWise]] = defaultdict(list)
+        self._rules = [rule_of(use) for use in uses]
+        for use, rule, local in zip(uses, self._rules, self._locals, strict=True):
             if len(uses) == 1:
                 self._factors = {local[n]: factors for n, factors in rule.factors(use).items() if n in local}
             for n, source in rule.row_wise(use).items():
                 if n in local:
-                    self._sources[local[n]].append(source)
-        counts = {name: sum(list(local.values()).count(name) for local in self._locals) for name in names}
-        self._sources = {name: each for name, each in self._sources.items() if each and len(each) == counts[name]}
+                    sources[local[n]].append(source)
+        called = [full for local in self._locals for full in local.values()]
+        self._sources = {name: each for name, each in sources.items() if len(each) == called.count(name)}  # of all uses
         if rows is not None:
             self._factors = {name: factors.of_rows(rows) for name, factors in self._factors.items()}
             self._sources = {name: [each.of_rows(rows) for each in found] for name, found in self._sources.items()}
@@ -238,12 +238,12 @@ class _Group:
         if not names:
             return
         sources = []
-        for use, locals_ in zip(self._uses, self._locals, strict=True):
+        for use, rule, locals_ in zip(self._uses, self._rules, self._locals, strict=True):
             local = {name: full for name, full in locals_.items() if full in names}
             if local:
-                sources.append((local, rule_of(use).blocks(use, list(local), self._values)))
+                sources.append((local, rule.blocks(use, list(local), self._values)))
         per_sample = sum(self._values[name].numel() for name in names)
-        per_sample += sum(rule_of(use).elements_per_sample(use) for use in self._uses)
+        per_sample += sum(rule.elements_per_sample(use) for use, rule in zip(self._uses, self._rules, strict=True))
         for samples in self._pieces(per_sample):
             parts = [(local, block(samples)) for local, block in sources]
             for name in names:

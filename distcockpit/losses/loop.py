@@ -93,9 +93,9 @@ class LoopWatch(Mode):
             with self._on_backward(func, args, kwargs):
                 return func(*args, **kwargs)
         # In a step of the optimizer gradients are disabled, and nothing is to be remembered.
-        parts = self._parts if torch.is_grad_enabled() else None
-        result = func(*args, **kwargs) if parts is None else parts.call_and_remember(func, args, kwargs)
-        if self._of_samples and any(tensor in self._of_samples for tensor in tensors((args, kwargs))):
+        parts, given = self._parts if torch.is_grad_enabled() else None, tensors((args, kwargs))
+        result = func(*args, **kwargs) if parts is None else parts.call_and_remember(func, args, kwargs, given)
+        if self._of_samples and any(tensor in self._of_samples for tensor in given):
             self.follow(tensors(result))
         if func in MULTIPLYING and sys._getframe(1).f_code.co_filename == SCALER:
             self.scale = Pending(args[1].detach().double().reshape(1).clone())

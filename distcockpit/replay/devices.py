@@ -58,7 +58,7 @@ def sent(
         device: Where to.
         dtype: The type of the result.
     """
-    if isinstance(values, Tensor) and not is_host(values.device):
+    if isinstance(values, Tensor) and (values.device == device or not is_host(values.device)):
         return values.to(device, dtype)
     if is_host(device) or isinstance(values, Tensor | np.ndarray | Sequence):
         host = torch.as_tensor(values, dtype=dtype, device="cpu")

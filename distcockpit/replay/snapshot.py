@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,14 +39,21 @@ class Snapshot:
     @classmethod
     def take(cls, module: nn.Module, device: torch.device) -> Snapshot:
         """Take everything, of a module that is about to be called and may be run again."""
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        random_state, attributes = RandomState.take(device), Attributes.take(module)
-        return cls(autocast_type(device), random_state, buffers, attributes, _modes(module))
+        modules = dict(module.named_modules())
+        buffers = {
+            f"{path}.{name}" if path else name: buffer.clone()
+            for path, m in modules.items()
+            if m._buffers
+            for name, buffer in m._buffers.items()
+            if buffer is not None
+        }
+        random_state, attributes = RandomState.take(device), Attributes.take(modules.values())
+        return cls(autocast_type(device), random_state, buffers, attributes, _modes(modules.values()))
 
     @classmethod
     def of_modes(cls, module: nn.Module, device: torch.device) -> Snapshot:
         """Take the modes alone, of a module that a closed form serves."""
-        return cls(autocast_type(device), training=_modes(module))
+        return cls(autocast_type(device), training=_modes(module.modules() if module._modules else (module,)))
 
     @contextmanager
     def restored(self, device: torch.device) -> Generator[None, None, None]:
@@ -88,8 +95,8 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _modes(module: nn.Module) -> dict[nn.Module, bool]:
-    return {m: m.training for m in (module.modules() if module._modules else (module,))}
+def _modes(modules: Iterable[nn.Module]) -> dict[nn.Module, bool]:
+    return {module: module.training for module in modules}
 
 
 def _set(modes: Mapping[nn.Module, bool]) -> None:
@@ -105,16 +112,16 @@ class Attributes:
     generators: list[tuple[torch.Generator, Tensor]]
 
     @classmethod
-    def take(cls, model: nn.Module) -> Attributes:
+    def take(cls, modules: Iterable[nn.Module]) -> Attributes:
         """Take the current attributes."""
-        attributes = {module: {k: _copied(v) for k, v in _own(module)} for module in model.modules()}
+        attributes = {module: {k: _copied(v) for k, v in _own(module).items()} for module in modules}
         found = [v for kept in attributes.values() for v in kept.values() if isinstance(v, torch.Generator)]
         return cls(attributes, [(generator, generator.get_state()) for generator in found])
 
     @contextmanager
     def installed(self) -> Generator[None, None, None]:
         """Let the modules start from here, and restore them afterwards."""
-        before = {module: dict(_own(module)) for module in self.attributes}
+        before = {module: _own(module) for module in self.attributes}
         at = [(generator, generator.get_state()) for generator, _ in self.generators]
         cache, enabled = parametrize._cache, parametrize._cache_enabled
         parametrize._cache, parametrize._cache_enabled = {}, 0
@@ -132,12 +139,12 @@ class Attributes:
             parametrize._cache, parametrize._cache_enabled = cache, enabled
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in vars(module).items() if name not in STRUCTURE)
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in STRUCTURE}
 
 
 def _install(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for name in [name for name, _ in _own(module) if name not in attributes]:
+    for name in _own(module).keys() - attributes.keys():
         del vars(module)[name]
     vars(module).update(attributes)
 

@@ -11,21 +11,36 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (int, bool, float, str, type(None), torch.dtype, torch.device, torch.Size)
 """Common arguments of functions that hold no tensors."""
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree, in a fixed order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if type(tree) is tuple:  # usually arguments; torch's own tree traversal is slow
-        return [tensor for item in tree for tensor in tensors(item)]
-    if type(tree) is dict:
-        return [tensor for item in tree.values() for tensor in tensors(item)]
-    if isinstance(tree, PLAIN):
-        return []
-    return list(_tensors(tree))
+    found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
+    kind = type(tree)
+    if kind is tuple or kind is list:  # usually arguments; torch's own tree traversal is slow
+        items = tree
+    elif kind is dict:
+        items = tree.values()
+    elif isinstance(tree, Tensor):
+        found.append(tree)
+        return
+    elif isinstance(tree, PLAIN):
+        return
+    else:
+        found.extend(_tensors(tree))
+        return
+    for item in items:
+        if type(item) is Tensor:
+            found.append(item)
+        elif type(item) not in PLAIN:
+            _add_tensors(item, found)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -43,7 +58,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) is tuple:
-        return tuple(map_tensors(change, item) for item in tree)
+        return tuple([map_tensors(change, item) for item in tree])
     if isinstance(tree, PLAIN):
         return tree
     if type(tree) is dict:

@@ -39,6 +39,7 @@ class Active:
     def __init__(self, quantities: Sequence[Quantity]) -> None:
         self.quantities = list(quantities)
         self.needs: dict[str, Needs] = {q.name: q.needs for q in self.quantities}
+        self._with_need: dict[str, list[Quantity]] = {}
 
     def __iter__(self) -> Iterator[Quantity]:
         return iter(self.quantities)
@@ -62,14 +63,16 @@ class Active:
 
     def with_need(self, need: str) -> list[Quantity]:
         """Return the quantities that have this need."""
-        return [q for q in self.quantities if getattr(self.needs[q.name], need)]
+        if need not in self._with_need:
+            self._with_need[need] = [q for q in self.quantities if getattr(self.needs[q.name], need)]
+        return self._with_need[need]
 
-    @property
+    @cached_property
     def with_individual_gradients(self) -> list[Quantity]:
         """The quantities derived from individual gradients or from per-sample losses."""
         return [q for q in self.quantities if of_individual_gradients(q) or q.needs.loss or q.needs.losses]
 
-    @property
+    @cached_property
     def of_gradients(self) -> list[Quantity]:
         """The quantities derived from individual gradients."""
         return [q for q in self.quantities if of_individual_gradients(q)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcockpit.capture.cover import Cover
 from distcockpit.curvature.diagonals import Diagonals
@@ -246,17 +246,25 @@ class Session:
         """True if the user listed a quantity explicitly; quantities of presets alone never end a run."""
         return any(q.required for q in self.setup.quantities)
 
-    def look_at_model(self, step: int, *, is_as_it_was: bool) -> None:
+    def look_at_model(
+        self,
+        step: int,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        is_as_it_was: bool,
+    ) -> None:
         """Start a new part of the run if the model is no longer the one being tracked.
 
         Args:
             step: The step that begins.
+            modules: Of the model now, by path.
+            parameters: Likewise, by name.
             is_as_it_was: Whether its parameters and modules are those of this part of the run.
 
         Raises:
             ValueError: If the model cannot be tracked in its current form.
         """
-        every, modules = dict(self.setup.bare.named_parameters()), dict(self.setup.bare.named_modules())
         if self._begins_again or not is_as_it_was:
             self._begin_part(step, self.setup.as_it_is())
             return
@@ -265,8 +273,8 @@ class Session:
         ):  # replaced by others of the same kind
             self._adopt(self.setup.as_it_is())
         before = self.setup.parameters
-        whole = {name for name, p in every.items() if is_piece(before[name]) and not is_piece(p)}  # since an evaluation
-        if any(p is not before[name] for name, p in every.items() if name not in whole):  # load_state_dict(assign=True)
+        changed = [name for name, p in parameters.items() if p is not before[name]]  # by load_state_dict(assign=True)
+        if any(is_piece(parameters[name]) or not is_piece(before[name]) for name in changed):  # or by an evaluation
             self.setup.forget_parameters()
             self._adopt(self.setup)
 

@@ -55,7 +55,11 @@ class Setup:
     structure: tuple[object, ...] = field(init=False)  # what identifies this part of the run
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "structure", structure_of(self.bare, self.optimizers))
+        object.__setattr__(
+            self,
+            "structure",
+            structure_of(dict(self.bare.named_modules()), dict(self.bare.named_parameters()), self.optimizers),
+        )
 
     @cached_property
     def shards(self) -> Shards | None:
@@ -146,11 +150,15 @@ class Setup:
         """Where the model computes."""
         return computing_device(next(self.bare.parameters()))
 
-    def is_as_it_was(self) -> bool:
-        """True if the model and the optimizers have the parameters and modules this part of the run started with."""
-        modules = dict(self.bare.named_modules())
+    def is_as_it_was(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> bool:
+        """True if the model and the optimizers have the parameters and modules this part of the run started with.
+
+        Args:
+            modules: Of the model now, by path.
+            parameters: Likewise, by name.
+        """
         owners = all(modules.get(layer.path) is layer.module for layer in self.layers if layer.parameters)
-        return owners and structure_of(self.bare, self.optimizers) == self.structure
+        return owners and structure_of(modules, parameters, self.optimizers) == self.structure
 
     def as_it_is(self) -> Setup:
         """Return a copy for the model and the optimizers as they are now.
@@ -251,11 +259,15 @@ def buckets(parameters: Mapping[str, Tensor], elements: int) -> list[Bucket]:
     return [bucket for bucket in found if bucket] or [{}]
 
 
-def structure_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[object, ...]:
+def structure_of(
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> tuple[object, ...]:
     """Return what identifies a part of a run: parameters, modules and parameter groups."""
-    parameters = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
-    modules = {path: type(module) for path, module in model.named_modules()}
-    return parameters, modules, [len(each.param_groups) for each in optimizers.values()]
+    shapes = {name: (p.shape, p.requires_grad) for name, p in parameters.items()}
+    kinds = {path: type(module) for path, module in modules.items()}
+    return shapes, kinds, [len(each.param_groups) for each in optimizers.values()]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcockpit.capture.capture import Capture, undisturbed
 from distcockpit.capture.eager import eagerly
@@ -131,16 +131,21 @@ class TrackedStep:
 
     def _begin(self) -> None:
         session = self._session
-        self._active = session.actives.touched(self._step)
-        is_as_it_was = not (self._active or session.updates.start) or session.setup.is_as_it_was()
+        setup, self._active = session.setup, session.actives.touched(self._step)
+        modules: dict[str, nn.Module] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        is_as_it_was = True
+        if self._active or session.updates.start:
+            modules, parameters = dict(setup.bare.named_modules()), dict(setup.bare.named_parameters())
+            is_as_it_was = setup.is_as_it_was(modules, parameters)
         self._start = start = session.updates.finish(self._step, is_as_it_was=is_as_it_was)
-        if session.setup.shards is not None:
-            scale = session.setup.loss_scale()
+        if setup.shards is not None:
+            scale = setup.loss_scale()
             self._ending = sharded.ending(session, self._step, self._previous, start, self._active, scale)
-        self._is_awaited = session.joined.wait_for_parameters(self._step, session.setup.quantities)
+        self._is_awaited = session.joined.wait_for_parameters(self._step, setup.quantities)
         if not self._active:
             return
-        session.look_at_model(self._step, is_as_it_was=is_as_it_was)
+        session.look_at_model(self._step, modules, parameters, is_as_it_was=is_as_it_was)
         setup = session.setup
         setup.world.leave_word(f"in tracked step {self._step}")
         self._eager.enter_context(eagerly())

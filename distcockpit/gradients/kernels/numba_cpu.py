@@ -169,7 +169,7 @@ def count_small(values: Tensor, epsilon: float) -> Tensor:
 
 def squared_norm(values: Tensor) -> Tensor:
     """Return the sum of all squares, float64."""
-    return squared_norms([values])[0]
+    return _inner_rows(values, values, 1, values.numel(), 1)[0]
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -205,7 +205,9 @@ KINDS = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64
 
 def _members(nanoseconds: float) -> int:
     """Return in how many parts a team does this much work, at least one."""
-    return max(1, min(torch.get_num_threads(), int(nanoseconds) // PER_MEMBER)) if _has_threads() else 1
+    if nanoseconds < 2 * PER_MEMBER or not _has_threads():
+        return 1
+    return min(torch.get_num_threads(), int(nanoseconds) // PER_MEMBER)
 
 
 def _run(loop: Any, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:
@@ -216,7 +218,7 @@ def _run(loop: Any, sizes: Sequence[int], tensors: Sequence[Tensor]) -> None:
         sizes: What its task begins with; the number of parts comes first.
         tensors: Contiguous, of the types and sizes that the task lists.
     """
-    task = teams.TASK(*sizes, *(tensor.data_ptr() for tensor in tensors))
+    task = teams.TASK(*sizes, *[tensor.data_ptr() for tensor in tensors])
     if sizes[0] == 1:
         loop.ctypes(ctypes.addressof(task))
     else:
