@@ -30,6 +30,7 @@ from distcockpit.capture.own_copies import OwnCopies
 from distcockpit.capture.parameter_gradients import ParameterGradients, first_hook
 from distcockpit.gradients.forms import closed_form
 from distcockpit.gradients.functions import Functions, Watch, batched, called_with, transforms
+from distcockpit.gradients.known import form, is_small
 from distcockpit.gradients.recording import Recording
 from distcockpit.gradients.uses import Folded, Layer, Use, to_front
 from distcockpit.losses.captured import ForwardPass, KnownLoss, LossCall, RecordedMicroBatch, received
@@ -103,6 +104,7 @@ class Capture:
         tracked: The tracked parameters, by name, for a step of the loop; ``None`` for a second pass.
         shards: Of a sharded model.
         look: Called with the gradients at outputs of calls as they arrive, instead of keeping them.
+        forms: Whether individual gradients of small parameters are formed in the backward pass.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class Capture:
         tracked: Mapping[str, Tensor] | None = None,
         shards: Shards | None = None,
         look: Callable[[Use, int, Tensor], None] | None = None,
+        forms: bool = False,
     ) -> None:
-        self._look, self._shards = look, shards
+        self._look, self._shards, self._forms = look, shards, forms
+        self.came_again = False  # whether a gradient arrived at an output that one had arrived at before
         self._leaves: dict[str, nn.Parameter] = {}  # that stand for sharded parameters, once they were whole
         self._copies_of: dict[str, Tensor] = {}  # of these, for calls that are run again
         self._uncast: list[Tensor] = []  # what a sharded module was given
@@ -200,7 +204,7 @@ class Capture:
         for wrapper in self._wrappers:
             keep(wrapper.register_forward_hook(Hook(self._leave_wrapper)))
         if self._functions is not None:
-            for path in self._functions.owners:
+            for path in self._functions.owners - {""}:  # a call of the model itself is another pass
                 module = self._model.get_submodule(path)
                 keep(module.register_forward_pre_hook(Hook(self._enter_late), with_kwargs=True, prepend=True))
                 keep(module.register_forward_hook(Hook(self._leave_late), always_call=True))
@@ -690,23 +694,38 @@ class Capture:
     def _receive(self, use: Use, output: Any, given: list[Tensor], uses: list[Use]) -> None:
         """Attach receivers for output gradients to a call; one recomputed by checkpointing then becomes a use."""
 
-        def add(position: int) -> Callable[[Tensor], None]:
+        def add(position: int, forms: bool) -> Callable[[Tensor], None]:
             if self._look is not None:
                 return functools.partial(self._look, use, position)
             to_use = adder(use.output_gradients, position, lambda: use.axes[position])
 
             def received(gradient: Tensor) -> None:
-                if use not in uses:
+                self.came_again |= position in use.output_gradients
+                if use.is_formed:
+                    raise RuntimeError(
+                        f"{use.layer} was differentiated again, unlike at earlier steps, when its individual gradients "
+                        "were already formed. Later steps form them at their end."
+                    )
+                if use.is_late and use not in uses:
                     uses.append(use)
                 to_use(gradient)
+                if forms:
+                    form(use, self._called)
 
-            return received if use.is_late else to_use
+            return received
 
         for position, leaf in enumerate(tensors(output)):
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
-                keep = Tensor.detach if self._look is not None else self._kept
-                self._on_gradient(source, collector(add(position), view, keep), use)
+                forms = self._forms and self._is_small(use, leaf)
+                keep = Tensor.detach if self._look is not None or forms else self._kept
+                self._on_gradient(source, collector(add(position, forms), view, keep), use)
+
+    def _is_small(self, use: Use, output: Tensor) -> bool:
+        """True if the individual gradients of a call can be formed in the backward pass, and that saves memory."""
+        if use.is_late or use.form is None or self._pass is None or not self._axes.is_known(use.key, use.call):
+            return False
+        return is_small(use, output, self._pass.batch_size, self._called)
 
     @torch.no_grad()
     def _observe(self, use: Use, output: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from distcockpit.gradients.uses import CALLS, label
 if TYPE_CHECKING:
     import pandas as pd
 
+AT_THE_END, EARLY = "at the end of the step", "in the backward pass"
 CLOSED, WHOLE, SLOW, NOT_TRACKED = "closed form", "module run again", "slow exact fallback", "not tracked"
 
 
@@ -32,6 +33,8 @@ class Route:
         layers: The modules that own it, or that are run again for it.
         checked: Whether its individual gradients were found to add up to the gradient from autograd. False until a
             tracked step gives it a gradient.
+        when: When its individual gradients are formed: "at the end of the step", or "in the backward pass", where they
+            take much less memory than what they follow from. Steps that check themselves do all at the end.
         why: Why it takes a slow route, or none, or is no longer exact.
     """
 
@@ -40,6 +43,7 @@ class Route:
     route: str
     layers: tuple[str, ...]
     checked: bool
+    when: str = ""
     why: str = ""
 
 
@@ -91,26 +95,34 @@ class Coverage:
     def attributes(self) -> dict[str, dict[str, Any]]:
         """Return the table in the form it is stored: by parameter."""
         return {
-            r.parameter: {"route": r.route, "layers": list(r.layers), "checked": r.checked, "why": r.why} for r in self
+            r.parameter: {
+                "route": r.route,
+                "layers": list(r.layers),
+                "checked": r.checked,
+                "when": r.when,
+                "why": r.why,
+            }
+            for r in self
         }
 
 
-def coverage(model: nn.Module, cover: Cover, check: SelfCheck) -> Coverage:
+def coverage(model: nn.Module, cover: Cover, check: SelfCheck, early: Collection[str] = ()) -> Coverage:
     """Build the table.
 
     Args:
         model: The bare module.
         cover: Which modules or calls serve which parameters.
         check: What has been verified so far.
+        early: The parameters whose individual gradients are formed in the backward pass.
     """
-    return Coverage(tuple(_route(name, p, cover, check) for name, p in model.named_parameters()))
+    return Coverage(tuple(_route(name, p, cover, check, early) for name, p in model.named_parameters()))
 
 
-def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck) -> Route:
+def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck, early: Collection[str]) -> Route:
     shape, scopes = tuple(p.shape), cover.scopes.get(name, ())
     if not scopes:
         why = "left out by include or exclude" if p.requires_grad else "frozen: requires_grad is False"
-        return Route(name, shape, NOT_TRACKED, (), False, why)
+        return Route(name, shape, NOT_TRACKED, (), False, why=why)
     why = ""
     if cover.is_slow(name):
         route, why = SLOW, cover.why(name)
@@ -120,4 +132,5 @@ def _route(name: str, p: nn.Parameter, cover: Cover, check: SelfCheck) -> Route:
         route = WHOLE
     if name in check.broken:
         why = f"found not to be exact at step {check.broken[name]}"
-    return Route(name, shape, route, tuple(map(label, scopes)), name not in check.not_checked, why)
+    when = EARLY if name in early else AT_THE_END
+    return Route(name, shape, route, tuple(map(label, scopes)), name not in check.not_checked, when, why)

@@ -159,6 +159,8 @@ class Use:
     source: int = 0  # which of the input tensors the closed form uses
     values: Mapping[str, Tensor] = field(default_factory=dict)  # sharded parameters in the call, if it is run again
     found: dict[str, Any] = field(default_factory=dict)  # intermediate results of the rule
+    is_formed: bool = False  # whether individual gradients have taken the place of the output gradients, see `form`
+    extremes: Tensor | None = None  # then: the smallest and the largest output gradient, [2]
 
     @property
     def delta(self) -> Tensor:
@@ -194,11 +196,15 @@ class Use:
     @property
     def closed(self) -> UseRule | None:
         """The closed form, if there is one that supports the call."""
-        takes = self.form is not None and len(self.axes) == 1 and self.form.takes(self.axes[0], len(self.shapes[0]))
+        if self.form is None or self.is_formed:
+            return self.form
+        takes = len(self.axes) == 1 and self.form.takes(self.axes[0], len(self.shapes[0]))
         return self.form if takes else None
 
     def settle(self, axes: Axes) -> None:
         """Correct the batch axes, if they were guessed."""
+        if self.is_formed:  # once the axis was known
+            return
         for gradients in (self.output_gradients, *self.by_part.values()):
             for position, gradient in gradients.items():
                 if gradient.dim():

@@ -45,7 +45,7 @@ class Needs:
         outputs: Outputs of the leaf modules, via :meth:`Quantity.observe`.
         output_sizes: Sums whose length depends on outputs, via :meth:`Quantity.sizes`.
         output_gradients: Gradients at the outputs of all leaf modules.
-        backward: Gradients at the outputs of calls with parameters, in backward order.
+        backward: The extremes of gradients at the outputs of calls with parameters, in backward order.
         update: The optimizer step that began at the previous tracked step, as seen from the batches at both ends.
         displacement: The optimizer step itself, via :meth:`Quantity.displacement`.
         initial: The parameters at the first call of `track`, on rank 0.
@@ -299,7 +299,7 @@ class LocalBatch(_Pooled):
     observed: Observed
     sizes: Mapping[str, int]  # what `sizes` returned on all ranks that returned anything; 0 where they differ
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
-    backward: Sequence[tuple[str, Tensor]]  # output gradients of layers with parameters, in backward order
+    backward: Sequence[tuple[str, Tensor]]  # by layer with parameters: extremes of output gradients, in backward order
     curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
     traces: Mapping[TraceEstimate, Tensor]  # this rank's part of the pooled estimates, float64 [samples, parameters]
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
+from distcockpit.gradients.known import extremes
 from distcockpit.gradients.uses import label
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
@@ -66,7 +67,7 @@ class RankHealth(Quantity):
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor:
         """A reduction in which any non-finite element shows up."""
-        return _extremes(output)
+        return extremes(output)
 
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """How many elements of this rank's gradient are not finite."""
@@ -76,13 +77,12 @@ class RankHealth(Quantity):
     def local(self, batch: LocalBatch, memory: dict[str, Any]) -> Sums:
         """This rank's values in its slots."""
         outputs = ((path, extremes) for micro in batch.observed for path, extremes in micro)
-        gradients = ((path, _extremes(gradient)) for path, gradient in batch.backward)
         losses = kernels.count_nonfinite(batch.losses)
         counts = [
             losses if batch.loss is None else torch.maximum(losses, kernels.count_nonfinite(batch.loss)),
             batch.reduced["nonfinite"],
             _first(outputs, list(batch.model.leaves), batch),
-            _first(gradients, list(batch.model.layers), batch) if batch.has_gradients else 0,
+            _first(batch.backward, list(batch.model.layers), batch) if batch.has_gradients else 0,
         ]
         return {
             "counts": batch.slot(batch.vector(counts)),
@@ -118,12 +118,6 @@ class RankHealth(Quantity):
             shown.append(f"rank {rank}" + (f" (first {', first '.join(places)})" if places else ""))
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         return f"non-finite numbers on {', '.join(shown)}{more}."
-
-
-def _extremes(values: Tensor) -> Tensor:
-    """The smallest and the largest value, ``[2]``, in one pass without copies: NaN and infinities show up in them."""
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return torch.stack(values.aminmax()) if values.numel() else values.new_zeros(2)
 
 
 def _first(extremes: Iterable[tuple[str, Tensor]], paths: list[str], batch: LocalBatch) -> Tensor:

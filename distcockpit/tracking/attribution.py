@@ -41,6 +41,7 @@ class Attribution:
         self._setup, self._say, self.cover = setup, say, cover
         self.axes = BatchAxes(setup.batch_dim, say)
         self.check = SelfCheck(dict(setup.tracked), last_checked=last_checked)
+        self._early: set[str] = set()  # parameters whose individual gradients are formed in the backward pass
         self._whole = 0.0  # norm of the whole gradient at the last step that checked everything
 
     def adopt(self, setup: Setup) -> None:
@@ -50,7 +51,7 @@ class Attribution:
 
     def coverage(self) -> Coverage:
         """How each parameter is tracked."""
-        return coverage(self._setup.bare, self.cover, self.check)
+        return coverage(self._setup.bare, self.cover, self.check, self._early)
 
     def attribute(
         self, step: int, captured: list[CapturedMicroBatch], seen: Mapping[str, Tensor], *, required: bool
@@ -116,6 +117,11 @@ class Attribution:
         if self.check.broken:
             for micro in captured:
                 micro.without_gradients(self._setup.tracked, has_losses=True)
+        uses = [use for micro in captured for use in micro.uses]
+        early = {name for use in uses if use.is_formed for name in use.layer.parameters.values()}
+        early -= {name for use in uses if not use.is_formed for name in use.layer.parameters.values()}
+        if early and early != self._early:
+            self._early, has_news = early, True
         return Attributed(captured, has_news, problem)
 
     def _raise_cover(self, unserved: Mapping[str, tuple[str, list[str]]]) -> None:

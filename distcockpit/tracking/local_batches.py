@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, NotTwiceError, largest_eigenvalue
 from distcockpit.gradients.differences import Differences, Gathered
+from distcockpit.gradients.known import extremes
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
@@ -109,7 +110,7 @@ def _local_batches(
         observed=[],
         sizes={},
         output_gradients=_output_gradients(batches, setup.facts.leaves),
-        backward=_backward(batches, setup.facts.layers),
+        backward=_backward(batches, setup.facts.layers) if active.wants("backward") else [],
         curvature=curvature,
         traces={kind: forms / weight for kind, forms in inputs.curvatures.traces.items()},
         eigenvalues=_eigenvalues(session, inputs, exchanges),
@@ -185,9 +186,14 @@ def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device)
 
 
 def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
-    """Return the gradients at the outputs of calls with parameters, by layer, in backward order."""
+    """Return the extremes of gradients at the outputs of calls with parameters, by layer, in backward order."""
     uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.parameters]
-    return [(use.layer.path, g) for use in uses if use.layer.path in layers for g in use.output_gradients.values()]
+    return [
+        (use.layer.path, extremes(gradient) if use.extremes is None else use.extremes)
+        for use in uses
+        if use.layer.path in layers
+        for gradient in list(use.output_gradients.values())[: 1 if use.is_formed else None]
+    ]
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:

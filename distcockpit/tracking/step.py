@@ -203,6 +203,9 @@ class TrackedStep:
             goes_on=self._settled or not session.is_by_hand,
             tracked={name: p for name, p in setup.tracked.items() if p.requires_grad},
             shards=setup.shards,
+            forms=self._settled
+            and session.forms_early
+            and not (watched or gradients or setup.batch_statistics_are_constants),
         )
         self._capture.start()
 
@@ -218,6 +221,7 @@ class TrackedStep:
         Raises:
             Exception: Whatever went wrong, if it is among the first tracked steps or the other ranks could not be told.
         """
+        self._session.forms_early &= not capture.came_again
         try:
             self._finish(capture)
         except _NotTracked as skipped:

@@ -81,7 +81,13 @@ def test_coverage(tmp_path: Path) -> None:
     assert len(text) == 1 + len(after) and text[1].split()[:2] == ["0.token", "1x1x6"]
     assert list(after.to_dataframe().index) == list(routes)
     assert open_run(tmp_path / "run").attrs["coverage"] == {
-        row.parameter: {"route": row.route, "layers": list(row.layers), "checked": row.checked, "why": row.why}
+        row.parameter: {
+            "route": row.route,
+            "layers": list(row.layers),
+            "checked": row.checked,
+            "when": row.when,
+            "why": row.why,
+        }
         for row in after
     }
     with pytest.raises(KeyError, match="no parameter 'nothing'"):
@@ -141,3 +147,20 @@ def test_complex_parameters_are_refused(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(3, 3, dtype=torch.cfloat))
     with pytest.raises(ValueError, match=r"'0' .*complex parameter 'weight'.*exclude=\['0'\]"):
         DistCockpit(net, store=tmp_path / "run", quantities=[q.GradNorm()])
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_accumulation_takes_no_other_route(tmp_path: Path, model: str) -> None:
+    """Also if the model itself owns parameters, such as positions."""
+    loss = "token_mean" if model in cases.ON_TOKENS else "mean"
+    routes = []
+    for parts in (1, 2, 3):
+        net, loss_fn = cases.initialised(model), cases.LOSSES[loss].module()
+        x, y = cases.data(model, loss, 0, 21)
+        options = {"quantities": [MeanGSNR()], "schedule": every(1)}
+        with DistCockpit(net, loss_fn, store=tmp_path / f"{parts}", **options) as cockpit:
+            with cockpit.track(0):
+                for some, target in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
+                    loss_fn(net(some), target).backward()
+            routes.append({row.parameter: (row.route, row.checked) for row in cockpit.coverage()})
+    assert routes[0] == routes[1] == routes[2]

@@ -14,7 +14,7 @@ import torch
 import xarray as xr
 from ranks import Ranks
 from torch import Tensor
-from train import Spec, everything, first_order, of_shards, parameter_groups, train
+from train import Spec, parameter_groups, train
 
 from distcockpit import every, open_run
 
@@ -109,7 +109,7 @@ def check(
         for step, state in enumerate(states[:-1])
     ]
     each_step = [Case(spec, step, states, pooled) for step in range(spec.steps)]
-    chosen = of_shards() if spec.sharded else everything() if curvature else first_order()
+    chosen = spec.chosen(curvature)
     checks = CHECKS | (more or {})
     wanted = {quantity.name: quantity.schedule or every(1) for quantity in chosen} | dict.fromkeys(more or {}, every(1))
     assert set(run.children) == set(wanted) | {"learning_rate", "log"} and set(wanted) < set(checks)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every
 from distcockpit import quantities as q
+from distcockpit.gradients import known
 from distcockpit.gradients.factors import WHOLE
 from distcockpit.tracking import setup
 
@@ -98,6 +99,12 @@ class Spec:
     elements: int = 0  # or to buckets of at most so many, some rows of a parameter at a time
     sharded: str = ""  # what `fully_shard` is applied to, see `fully_sharded`
     fsdp: dict[str, Any] = field(default_factory=dict)  # its options
+    forms: bool = False  # all individual gradients that have closed forms are formed in the backward pass
+
+    def chosen(self, curvature: bool = True) -> list[q.Quantity]:
+        """What is tracked."""
+        found = of_shards() if self.sharded else everything() if curvature else first_order()
+        return [each for each in found if not (self.forms and each.needs.output_gradients)]
 
 
 def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
@@ -126,7 +133,8 @@ def shard(spec: Spec, rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, size: int, group: Any, spec: Spec, curvature: bool = True) -> list[dict[str, Tensor]]:
     """Train and return the parameters and buffers before each step, and after the last."""
-    with bucketed(spec.buckets, spec.elements):
+    smaller = 0 if spec.forms else known.SMALLER
+    with bucketed(spec.buckets, spec.elements), mock.patch("distcockpit.gradients.known.SMALLER", smaller):
         return _train(rank, size, group, spec, curvature)
 
 
@@ -154,12 +162,9 @@ def _train(rank: int, size: int, group: Any, spec: Spec, curvature: bool) -> lis
     else:
         model = net if group is None else DistributedDataParallel(net, process_group=group, **spec.ddp)
     loss_fn, optimizer = cases.LOSSES[spec.loss].module().to(spec.device), make_optimizer(spec.optimizer, net)
-    chosen = everything() if curvature else first_order()
-    if spec.sharded:
-        chosen = of_shards()
     scaler = torch.amp.GradScaler(spec.device, init_scale=spec.factor, enabled=spec.factor != 1)
     states = []
-    options = {"quantities": chosen, **options}
+    options = {"quantities": spec.chosen(curvature), **options}
     with DistCockpit(model, loss_fn, optimizer, store=spec.store, **options) as cockpit:
         for step in range(spec.steps):
             states.append(whole_state(net))
