@@ -52,12 +52,11 @@ class Kept:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Keep it, in at least float32."""
-        gradient = gradient.detach()
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            return gradient.float()
-        self._memory.add(memory_of(gradient))
-        self._versions.append((gradient, gradient._version))
-        return gradient
+        kept = detached(gradient)
+        if kept.dtype == gradient.dtype:
+            self._memory.add(memory_of(kept))
+            self._versions.append((kept, kept._version))
+        return kept
 
     def apart(self, gradient: Tensor) -> Tensor | None:
         """Return a copy of a parameter's gradient if it shares memory with a kept one; for a hook on the parameter."""
@@ -76,6 +75,11 @@ class Kept:
                 ".grad of a tensor that requires gradients. Overwrite it after the `with` block."
             )
         self._versions.clear()
+
+
+def detached(gradient: Tensor) -> Tensor:
+    """Return it without its graph, in at least float32."""
+    return gradient.detach().float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.detach()
 
 
 def collector(

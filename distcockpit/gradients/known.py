@@ -65,7 +65,7 @@ def is_small(use: Use, output: Tensor, n: int, parameters: Mapping[str, Tensor])
         n: Number of samples.
         parameters: Of the model, by name.
     """
-    if use.closed is None or output.dtype not in (torch.float32, torch.float64):
+    if use.closed is None or not output.is_floating_point():
         return False
     size = n * sum(parameters[full].numel() for full in use.layer.names.values())
     return SMALLER * size <= output.numel() + use.input.numel()

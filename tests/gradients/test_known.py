@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from checks import check, run
@@ -39,6 +42,34 @@ def test_micro_batches_and_scales(ranks: Ranks, tmp_path: Path, loop: dict[str, 
     states, rows = run(ranks, spec, curvature=False)
     check(spec, states, rows, curvature=False)
     assert {row["when"] for row in rows.attrs["coverage"].values() if row["route"] == CLOSED} == {EARLY}
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_low_precision(tmp_path: Path, precision: torch.dtype, mixed: bool) -> None:
+    """They are formed in float32, which is what output gradients are kept in until the end."""
+
+    def train(forms: bool) -> np.ndarray:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Conv1d(16, 2, 3, padding=1), nn.LayerNorm(8)
+        )
+        net, store = net if mixed else net.to(precision), tmp_path / f"{forms}"
+        with DistCockpit(net, None, store=store, quantities=[q.NormTest(), q.MeanGSNR()], schedule=every(1)) as cockpit:
+            for step in range(4):
+                x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(step))
+                with cockpit.track(step), torch.autocast("cpu", precision, enabled=mixed):
+                    (256 * cockpit(x if mixed else x.to(precision)).float().square().mean()).backward()
+            early = {row.parameter for row in cockpit.coverage() if row.when == EARLY}
+        assert early == ({"1.weight", "1.bias"} if forms else set())
+        run = open_run(store)
+        return np.stack([run["norm_test"]["norm_test"].values, run["mean_gsnr"]["mean_gsnr"].values])
+
+    early = train(True)
+    with mock.patch("distcockpit.gradients.known.SMALLER", math.inf):
+        at_the_end = train(False)
+    assert np.isfinite(early).all()
+    np.testing.assert_allclose(early, at_the_end, rtol=1e-5)
 
 
 def test_only_small_ones(tmp_path: Path) -> None:
