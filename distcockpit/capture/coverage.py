@@ -15,7 +15,7 @@ from distcockpit.gradients.uses import CALLS, label
 if TYPE_CHECKING:
     import pandas as pd
 
-AT_THE_END, EARLY = "at the end of the step", "in the backward pass"
+AT_THE_END, EARLY = "at the end", "in backward"
 CLOSED, WHOLE, SLOW, NOT_TRACKED = "closed form", "module run again", "slow exact fallback", "not tracked"
 
 
@@ -33,8 +33,8 @@ class Route:
         layers: The modules that own it, or that are run again for it.
         checked: Whether its individual gradients were found to add up to the gradient from autograd. False until a
             tracked step gives it a gradient.
-        when: When its individual gradients are formed: "at the end of the step", or "in the backward pass", where they
-            take much less memory than what they follow from. Steps that check themselves do all at the end.
+        when: When its individual gradients are formed: "at the end" of a step, or "in backward", where they take much
+            less memory than what they follow from. Steps that check themselves form all at the end.
         why: Why it takes a slow route, or none, or is no longer exact.
     """
 
