@@ -30,9 +30,9 @@ def alpha(run: xr.DataTree, groups: dict[str, xr.Dataset]) -> Picture:
         "effective step size",
         named(node["alpha"], "α, effective step size"),
         [
-            Zone(0, np.inf, ORANGE, "too far"),
-            Zone(-np.inf, 0, BLUE, "short"),
-            Level(0, "to the minimum"),
+            Zone(0, np.inf, ORANGE, "beyond the minimum"),
+            Zone(-np.inf, 0, BLUE, "short of the minimum"),
+            Level(0),
             Line(x, y, "each row", GREY, "points"),
             Line(x, median, f"rolling median of {window}", BLACK),
         ],
