@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distcockpit.capture.backward_passes import BackwardPasses
 from distcockpit.capture.batch_axes import BatchAxes, given_shapes, shapes_of
 from distcockpit.capture.hooks import Hook
-from distcockpit.capture.output_hooks import Kept, adder, collector, detached, owned_memory
+from distcockpit.capture.output_hooks import Kept, adder, collector, owned_memory
 from distcockpit.capture.own_copies import OwnCopies
 from distcockpit.capture.parameter_gradients import ParameterGradients, first_hook
 from distcockpit.gradients.forms import closed_form
@@ -718,7 +718,7 @@ class Capture:
             if leaf.requires_grad:
                 source, view = owned_memory(leaf, given)
                 forms = self._forms and self._is_small(use, leaf)
-                keep = Tensor.detach if self._look is not None else detached if forms else self._kept
+                keep = Tensor.detach if self._look is not None else self._kept.for_now if forms else self._kept
                 self._on_gradient(source, collector(add(position, forms), view, keep), use)
 
     def _is_small(self, use: Use, output: Tensor) -> bool:

@@ -49,6 +49,8 @@ class Kept:
     def __init__(self) -> None:
         self._memory: set[int] = set()
         self._versions: list[tuple[Tensor, int]] = []
+        self._passing: tuple[Tensor, int] | None = None
+        self._were_written = False
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Keep it, in at least float32."""
@@ -57,6 +59,19 @@ class Kept:
             self._memory.add(memory_of(kept))
             self._versions.append((kept, kept._version))
         return kept
+
+    def for_now(self, gradient: Tensor) -> Tensor:
+        """Return it, in at least float32, and keep it until the next one comes: the hooks of others run after ours."""
+        self._look_at_passing()
+        kept = detached(gradient)
+        self._passing = kept, kept._version
+        return kept
+
+    def _look_at_passing(self) -> None:
+        if self._passing is not None:
+            gradient, version = self._passing
+            self._were_written |= gradient._version != version
+            self._passing = None
 
     def apart(self, gradient: Tensor) -> Tensor | None:
         """Return a copy of a parameter's gradient if it shares memory with a kept one; for a hook on the parameter."""
@@ -69,7 +84,8 @@ class Kept:
         Raises:
             RuntimeError: If something did.
         """
-        if any(gradient._version != version for gradient, version in self._versions):
+        self._look_at_passing()
+        if self._were_written or any(gradient._version != version for gradient, version in self._versions):
             raise RuntimeError(
                 "The gradient at the output of a layer was overwritten before `track` ended, such as through the "
                 ".grad of a tensor that requires gradients. Overwrite it after the `with` block."

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distcockpit.gradients.uses import Blocks, Layer, Use, UseRule
 from distcockpit.replay.snapshot import Snapshot
+from distcockpit.replay.trees import memory_of
 
 SMALLER = 4
 """How many times smaller they must be."""
@@ -85,8 +86,10 @@ def form(use: Use, parameters: Mapping[str, Tensor]) -> None:
     with torch.autocast(delta.device.type, enabled=False):
         formed = rule.blocks(use, list(names), {})(slice(None))
     gradients = [formed[name].reshape(-1, *parameters[full].shape) for name, full in names.items()]
+    # Where nothing is summed, they are the output gradient itself, which belongs to autograd.
+    gradients = [each.clone() if memory_of(each) == memory_of(delta) else each for each in gradients]
     use.extremes = extremes(delta)
-    use.form, use.is_formed, use.args, use.versions = GIVEN, True, (), []
+    use.form, use.formed_by, use.args, use.versions = GIVEN, rule, (), []
     use.axes, use.shapes = (0,) * len(gradients), [each.shape for each in gradients]
     use.have(dict(enumerate(gradients)))
 

@@ -159,7 +159,7 @@ class Use:
     source: int = 0  # which of the input tensors the closed form uses
     values: Mapping[str, Tensor] = field(default_factory=dict)  # sharded parameters in the call, if it is run again
     found: dict[str, Any] = field(default_factory=dict)  # intermediate results of the rule
-    is_formed: bool = False  # whether individual gradients have taken the place of the output gradients, see `form`
+    formed_by: UseRule | None = None  # the closed form whose individual gradients are in place of the output gradients
     extremes: Tensor | None = None  # then: the smallest and the largest output gradient, [2]
 
     @property
@@ -192,6 +192,11 @@ class Use:
     def serving(self, parameters: Mapping[str, str]) -> Use:
         """Return the same call, for these parameters of its layer."""
         return replace(self, layer=replace(self.layer, parameters=parameters))
+
+    @property
+    def is_formed(self) -> bool:
+        """True if individual gradients have taken the place of the output gradients, see `form`."""
+        return self.formed_by is not None
 
     @property
     def closed(self) -> UseRule | None:

@@ -207,7 +207,8 @@ class CapturedMicroBatch:
                     done[key] = gradient * factor if factor else torch.zeros_like(gradient)
                 use.output_gradients[position] = done[key]
             use.found.pop("sequences", None)  # views of what they were before
-            use.extremes = None if use.extremes is None else use.extremes * factor
+            if use.extremes is not None:
+                use.extremes = use.extremes * factor if factor else torch.zeros_like(use.extremes)
         if self.weight and self.batch_size:
             part = self.beside.unscale * self.beside.part(n)
             for name, gradient in self.beside.gradients.items():

@@ -78,8 +78,9 @@ class Attribution:
             captured, seen = self._again(captured, constant)
         if self.check.is_thorough:
             self._whole = norm_of(live)
-        cover, has_news, problem = self.cover, False, ""
+        cover, has_news, problem, checks = self.cover, False, "", False
         while names := self.check.due(captured):
+            checks = True
             try:
                 if constant and self.check.is_thorough:
                     check_outputs_tell_all(captured, self._again(captured, False)[1], live, self._setup.bare)
@@ -120,7 +121,7 @@ class Attribution:
         uses = [use for micro in captured for use in micro.uses]
         early = {name for use in uses if use.is_formed for name in use.layer.parameters.values()}
         early -= {name for use in uses if not use.is_formed for name in use.layer.parameters.values()}
-        if early and early != self._early:
+        if uses and not checks and early != self._early:
             self._early, has_news = early, True
         return Attributed(captured, has_news, problem)
 

@@ -346,7 +346,7 @@ def rounded_convolutions(inputs: StepInputs, device: torch.device) -> set[str]:
     if not convolutions_round(device):
         return set()
     uses = [use for micro in inputs.captured for use in micro.uses]
-    convolving = [use for use in uses if use.closed is None or isinstance(use.closed, ConvolutionRule)]
+    convolving = [use for use in uses if use.closed is None or isinstance(use.formed_by or use.closed, ConvolutionRule)]
     return {name for use in convolving for name in use.layer.parameters.values()}
 
 

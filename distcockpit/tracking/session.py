@@ -280,7 +280,7 @@ class Session:
             self._adopt(self.setup)
 
     def _adopt(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup, self.diagonals = setup, Diagonals(setup.bare, setup.loss_fn)
         self.attribution.adopt(setup)
         self.updates.adopt(setup)
 

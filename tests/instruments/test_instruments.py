@@ -53,7 +53,9 @@ def test_alpha(run: xr.DataTree) -> None:
     zones = {str(p.get_label()): p for p in axes.patches if isinstance(p, Rectangle)}
     low, high = axes.get_ylim()
     assert zones["beyond the minimum"].get_y() == 0 and zones["beyond the minimum"].get_height() == pytest.approx(high)
-    assert zones["short of the minimum"].get_y() == pytest.approx(low) and zones["short of the minimum"].get_height() == pytest.approx(-low)
+    assert zones["short of the minimum"].get_y() == pytest.approx(low) and zones[
+        "short of the minimum"
+    ].get_height() == pytest.approx(-low)
     (side,) = axes.child_axes
     (bars,) = [p for p in side.patches if isinstance(p, StepPatch)]
     counts, edges, _ = bars.get_data()
