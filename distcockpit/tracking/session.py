@@ -130,6 +130,10 @@ class Session:
         """What autograd leaves in ``.grad`` is written to inside `track`: later steps copy it when it arrives."""
         self.copies_gradients = True
 
+    def form_at_the_end(self) -> None:
+        """This loop differentiates outputs twice: later steps form all individual gradients at their end."""
+        self.forms_early = False
+
     def failed(self) -> None:
         """A tracked step failed here after the other ranks had sent their sums: later ones would not match."""
         self._is_broken = True

@@ -221,7 +221,8 @@ class TrackedStep:
         Raises:
             Exception: Whatever went wrong, if it is among the first tracked steps or the other ranks could not be told.
         """
-        self._session.forms_early &= not capture.came_again
+        if capture.came_again:
+            self._session.form_at_the_end()
         try:
             self._finish(capture)
         except _NotTracked as skipped:
