@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from distcockpit.gradients import kernels
 from distcockpit.gradients.uses import Blocks, Layer, Use, UseRule
 from distcockpit.replay.snapshot import Snapshot
 from distcockpit.replay.trees import memory_of
@@ -88,13 +89,7 @@ def form(use: Use, parameters: Mapping[str, Tensor]) -> None:
     gradients = [formed[name].reshape(-1, *parameters[full].shape) for name, full in names.items()]
     # Where nothing is summed, they are the output gradient itself, which belongs to autograd.
     gradients = [each.clone() if memory_of(each) == memory_of(delta) else each for each in gradients]
-    use.extremes = extremes(delta)
+    use.extremes = kernels.extremes(delta)
     use.form, use.formed_by, use.args, use.versions = GIVEN, rule, (), []
     use.axes, use.shapes = (0,) * len(gradients), [each.shape for each in gradients]
     use.have(dict(enumerate(gradients)))
-
-
-def extremes(values: Tensor) -> Tensor:
-    """The smallest and the largest value, ``[2]``, in one pass without copies: NaN and infinities show up in them."""
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return torch.stack(values.aminmax()) if values.numel() else values.new_zeros(2)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.known import extremes
 from distcockpit.gradients.uses import label
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import BucketSums, LocalBatch, Model, Needs
@@ -67,7 +66,7 @@ class RankHealth(Quantity):
 
     def observe(self, output: Tensor, has_batch_axis: bool) -> Tensor:
         """A reduction in which any non-finite element shows up."""
-        return extremes(output)
+        return kernels.extremes(output)
 
     def reduce(self, bucket: BucketSums, memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """How many elements of this rank's gradient are not finite."""

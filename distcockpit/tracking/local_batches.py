@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue, NotTwiceError, largest_eigenvalue
+from distcockpit.gradients import kernels
 from distcockpit.gradients.differences import Differences, Gathered
-from distcockpit.gradients.known import extremes
 from distcockpit.gradients.statistics import Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.losses.captured import CapturedMicroBatch
@@ -187,13 +187,12 @@ def _sum_of_known(values: Sequence[Tensor | float | None], device: torch.device)
 
 def _backward(batches: Sequence[MicroBatch], layers: Mapping[str, Sequence[str]]) -> list[tuple[str, Tensor]]:
     """Return the extremes of gradients at the outputs of calls with parameters, by layer, in backward order."""
-    uses = [use for batch in batches for use in reversed(batch.uses) if use.layer.parameters]
-    return [
-        (use.layer.path, extremes(gradient) if use.extremes is None else use.extremes)
-        for use in uses
-        if use.layer.path in layers
-        for gradient in list(use.output_gradients.values())[: 1 if use.is_formed else None]
-    ]
+    found: list[tuple[str, Tensor]] = []
+    for use in (use for batch in batches for use in reversed(batch.uses)):
+        if use.layer.parameters and use.layer.path in layers:
+            seen = map(kernels.extremes, use.output_gradients.values()) if use.extremes is None else [use.extremes]
+            found += [(use.layer.path, pair) for pair in seen]
+    return found
 
 
 def _output_gradients(batches: Sequence[MicroBatch], leaves: Mapping[str, bool]) -> dict[str, list[Tensor]]:

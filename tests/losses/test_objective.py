@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import objectives
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from distcockpit import DistCockpit, every, open_run
+from distcockpit.gradients import known
 from distcockpit.quantities import Alpha, GradHist1d, GradNorm, Loss, MeanGSNR, NormTest
 
 BINS = np.linspace(-0.5, 0.5, 42)  # zero, where many are but for rounding, lies within one
@@ -30,7 +32,7 @@ BINS = np.linspace(-0.5, 0.5, 42)  # zero, where many are but for rounding, lies
 SETTINGS: dict[str, tuple[list[int], int, float]] = {
     "1 rank": ([24], 1, 0),
     "1 rank, micro-batches, scaler": ([24], 3, 256),
-    "2 ranks, micro-batches": ([17, 7], 2, 0),
+    "2 ranks, micro-batches, formed in backward": ([17, 7], 2, 0),
     "4 ranks, scaler": ([13, 6, 4, 1], 1, 1024),
 }
 """Samples of each rank, micro-batches, and the scale of mixed precision (0: none)."""
@@ -48,8 +50,12 @@ def train_objective(
     model = net if group is None or not objective.syncs else DistributedDataParallel(net, process_group=group)
     optimizer, states = torch.optim.SGD(net.parameters(), lr=objective.rate), []
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
+    smaller = 0 if setting.endswith("formed in backward") else known.SMALLER
     options: dict[str, Any] = {"quantities": quantities, "schedule": every(1), "process_group": group}
-    with DistCockpit(model, optimizer=optimizer, store=store, **options) as cockpit:
+    with (
+        mock.patch("distcockpit.gradients.known.SMALLER", smaller),
+        DistCockpit(model, optimizer=optimizer, store=store, **options) as cockpit,
+    ):
         for step in range(3):
             states.append({k: v.clone() for k, v in net.state_dict().items()})
             everything = data(step)

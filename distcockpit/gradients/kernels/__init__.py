@@ -175,6 +175,12 @@ def count_nonfinite(values: Tensor) -> Tensor:
     return _implementation(values).count_nonfinite(values)
 
 
+def extremes(values: Tensor) -> Tensor:
+    """Return the smallest and the largest element, ``[2]``; NaN and infinities show up in them, and nothing is 0."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return torch.stack(values.aminmax()) if values.numel() else values.new_zeros(2)
+
+
 def count_small(values: Tensor, epsilon: float) -> Tensor:
     """Count elements ``|values[a, c, i]| <= epsilon`` for each c; NaN does not count.
 
