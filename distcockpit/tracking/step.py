@@ -203,9 +203,7 @@ class TrackedStep:
             goes_on=self._settled or not session.is_by_hand,
             tracked={name: p for name, p in setup.tracked.items() if p.requires_grad},
             shards=setup.shards,
-            forms=self._settled
-            and session.forms_early
-            and not (watched or gradients or setup.batch_statistics_are_constants),
+            forms=self._settled and session.forms_early and not (watched or setup.batch_statistics_are_constants),
         )
         self._capture.start()
 

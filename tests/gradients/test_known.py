@@ -13,6 +13,7 @@ import torch
 from checks import check, run
 from ranks import Ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from train import SHARDINGS, Spec
 
 from distcockpit import DistCockpit, every, open_run
@@ -208,3 +209,58 @@ def test_convolutions_that_round(tmp_path: Path) -> None:
                 cockpit(torch.randn(4, 3, 16, 16)).square().mean().backward()
         assert {row.when for row in cockpit.coverage()} == {EARLY}
     assert seen == [set(dict(net.named_parameters()))] * 6
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_checkpointing(tmp_path: Path, reentrant: bool | None) -> None:
+    """What the backward pass calls again, as reentrant checkpointing does, waits for the end."""
+    torch.manual_seed(0)
+    first, inside = nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8), nn.GELU())
+    net = nn.Sequential(first, inside, nn.Linear(8, 1))
+    if reentrant is not None:
+        net.forward = lambda x: net[2](checkpoint(inside, first(x), use_reentrant=reentrant))
+    with DistCockpit(net, None, store=tmp_path / "run", quantities=[q.NormTest()], schedule=every(1)) as cockpit:
+        for step in range(6):
+            x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(step))
+            net.zero_grad()
+            with cockpit.track(step):
+                cockpit(x).square().mean().backward()
+            parts = [
+                torch.autograd.grad(net[2](inside(first(each))).square().mean(), list(net.parameters())) for each in x
+            ]
+            squares = sum(float(sum(g.square().sum() for g in part)) for part in parts)
+            mean = float(sum(torch.stack(each).mean(0).square().sum() for each in zip(*parts, strict=True)))
+        early = {row.parameter for row in cockpit.coverage() if row.when == EARLY}
+    row = open_run(tmp_path / "run")["norm_test"]["norm_test"].sel(step=5)
+    assert float(row) == pytest.approx(((squares - 4 * mean) / (4 * 3) / mean) ** 0.5, rel=1e-4)
+    assert early == {"2.weight", "2.bias"} | (set() if reentrant else {"1.0.weight", "1.0.bias"})
+
+
+def test_a_call_that_is_new(tmp_path: Path) -> None:
+    """At step 4, so that its batch axis, and with it those of all calls, are looked at again: what is formed stays."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head, self.other = nn.LayerNorm(8), nn.Linear(8, 1), nn.Linear(8, 8)
+            self.is_new = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            return self.head(self.other(x) + self.other(-x) if self.is_new else self.other(x))
+
+    def train(store: Path) -> np.ndarray:
+        torch.manual_seed(0)
+        net = Net()
+        with DistCockpit(net, None, store=store, quantities=[q.NormTest()], schedule=every(1)) as cockpit:
+            for step in range(6):
+                net.is_new = step > 3
+                x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(step))
+                with cockpit.track(step):
+                    cockpit(x).square().mean().backward()
+        return open_run(store)["norm_test"]["norm_test"].values
+
+    early = train(tmp_path / "early")
+    with mock.patch("distcockpit.gradients.known.SMALLER", math.inf):
+        np.testing.assert_allclose(early, train(tmp_path / "end"), rtol=1e-5)
+    assert len(early) == 6 and np.isfinite(early).all()

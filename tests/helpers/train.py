@@ -103,8 +103,7 @@ class Spec:
 
     def chosen(self, curvature: bool = True) -> list[q.Quantity]:
         """What is tracked."""
-        found = of_shards() if self.sharded else everything() if curvature else first_order()
-        return [each for each in found if not (self.forms and each.needs.output_gradients)]
+        return of_shards() if self.sharded else everything() if curvature else first_order()
 
 
 def parameter_groups(kind: str, model: nn.Module) -> list[dict[str, Any]]:
