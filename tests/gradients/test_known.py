@@ -237,7 +237,10 @@ def test_checkpointing(tmp_path: Path, reentrant: bool | None) -> None:
 
 
 def test_a_call_that_is_new(tmp_path: Path) -> None:
-    """At step 4, so that its batch axis, and with it those of all calls, are looked at again: what is formed stays."""
+    """At step 4, so that its batch axis, and with it those of all calls, are looked at again: what is formed stays.
+
+    The batch is on the second axis and as long as the parameters, so that a guess would be wrong.
+    """
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -252,10 +255,11 @@ def test_a_call_that_is_new(tmp_path: Path) -> None:
     def train(store: Path) -> np.ndarray:
         torch.manual_seed(0)
         net = Net()
-        with DistCockpit(net, None, store=store, quantities=[q.NormTest()], schedule=every(1)) as cockpit:
+        options = {"quantities": [q.NormTest()], "schedule": every(1), "batch_dim": 1}
+        with DistCockpit(net, None, store=store, **options) as cockpit:
             for step in range(6):
                 net.is_new = step > 3
-                x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(step))
+                x = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(step))
                 with cockpit.track(step):
                     cockpit(x).square().mean().backward()
         return open_run(store)["norm_test"]["norm_test"].values
