@@ -250,7 +250,7 @@ def test_a_call_that_is_new(tmp_path: Path) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.norm(x)
-            return self.head(self.other(x) + self.other(-x) if self.is_new else self.other(x))
+            return self.head(self.other(x) + self.other(x.tanh()) if self.is_new else self.other(x))
 
     def train(store: Path) -> np.ndarray:
         torch.manual_seed(0)
@@ -267,4 +267,4 @@ def test_a_call_that_is_new(tmp_path: Path) -> None:
     early = train(tmp_path / "early")
     with mock.patch("distcockpit.gradients.known.SMALLER", math.inf):
         np.testing.assert_allclose(early, train(tmp_path / "end"), rtol=1e-5)
-    assert len(early) == 6 and np.isfinite(early).all()
+    assert len(early) == 6 and (early > 0).all()
