@@ -383,8 +383,11 @@ class Interrupted(Exception):
 
 
 def train_and_resume(rank: int, size: int, group: Any, store: str, folder: str, how: str) -> str:
-    """A run of STEPS steps: "whole"; one that "dies" after DIED; or that "resumes" after SAVED."""
-    net, loss_fn = cases.initialised("transformer"), nn.CrossEntropyLoss()
+    """A run of STEPS steps: "whole"; one that "dies" after DIED; or that "resumes" after SAVED.
+
+    In float64: a resumed run checks itself again, and sums in another order at these steps.
+    """
+    net, loss_fn = cases.initialised("transformer").double(), nn.CrossEntropyLoss()
     model, optimizer = fully_sharded(net, "blocks of it", group), make_optimizer("adamw", net)
     file, first = Path(folder, f"{rank}.pt"), 0
     options = {"quantities": of_shards(), "schedule": every(1), "mode": "a", "process_group": group}
