@@ -8,7 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import WHOLE, rows_of
+
+CACHED_ELEMENTS = 1 << 19  # 2 MiB of float32: what is subtracted is squared while it is in cache
 
 
 class ByRows(Mapping[str, Tensor]):
@@ -87,11 +90,26 @@ class Differences(ByRows):
     def __init__(self, after: Mapping[str, Tensor], before: Mapping[str, Tensor], *, keep: bool = False) -> None:
         self._after, self._before, self._keep = after, before, keep
         self._kept: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
         """See `ByRows.device`."""
         return next(iter(self._after.values())).device
+
+    def squared_norm(self, name: str) -> Tensor:
+        """Return the sum of all squares, float64; nothing whole is formed that is not kept, and it is added up once."""
+        if name not in self._squares:
+            self._squares[name] = self._squared_norm(name)
+        return self._squares[name]
+
+    def _squared_norm(self, name: str) -> Tensor:
+        after = self._after[name]
+        if self._keep or not after.is_cpu or after.numel() <= CACHED_ELEMENTS:
+            return kernels.squared_norm(self[name])
+        rows = max(1, CACHED_ELEMENTS * len(after) // after.numel())
+        parts = (slice(first, first + rows) for first in range(0, len(after), rows))
+        return torch.stack([kernels.squared_norm(self._subtract(name, part)) for part in parts]).sum()
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._kept:
@@ -125,3 +143,10 @@ class Differences(ByRows):
 
     def __len__(self) -> int:
         return len(self._after)
+
+
+def squared_norms(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Return ``|t|^2`` by name, float64 ``[names]``; tensors are asked for one after the other."""
+    if isinstance(tensors, Differences):
+        return torch.stack([tensors.squared_norm(name) for name in names])
+    return torch.stack([kernels.squared_norm(tensors[name]) for name in names])

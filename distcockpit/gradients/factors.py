@@ -19,6 +19,10 @@ def rows_of(values: Tensor, rows: slice) -> Tensor:
     return values if rows == WHOLE else values[rows]
 
 
+Form = Callable[[slice, slice, Tensor | None], Tensor]
+"""Maps samples, rows, and the gradients of another use, which it may overwrite, to the sum ``[n, rows, I]``."""
+
+
 class RowWise(ABC):
     """Individual gradients of a parameter viewed as a matrix, any rows of which can be formed without the others."""
 
@@ -27,12 +31,12 @@ class RowWise(ABC):
         """Return the same for some rows of the parameter."""
 
     @abstractmethod
-    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
-        """Return a function that forms the gradients ``[n, rows, I]`` of some of these samples, and of some rows."""
+    def prepared(self, samples: slice) -> Form:
+        """Return a function that forms the gradients of some of these samples, and of some rows."""
 
     def products(self, samples: slice) -> Tensor:
         """Return the individual gradients of some samples, ``[n, O, I]``."""
-        return self.prepared(samples)(WHOLE, WHOLE)
+        return self.prepared(samples)(WHOLE, WHOLE, None)
 
     @abstractmethod
     def along(self, direction: Tensor) -> Tensor:
@@ -76,10 +80,15 @@ class Factors(RowWise):
         """See `RowWise.of_rows`."""
         return replace(self, delta=self.delta[:, :, rows])
 
-    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
+    def prepared(self, samples: slice) -> Form:
         """See `RowWise.prepared`."""
         delta, x = self.of(samples)
-        return lambda some, rows: products(delta[some, :, rows], x[some])
+
+        def form(some: slice, rows: slice, other: Tensor | None) -> Tensor:
+            found = products(delta[some, :, rows], x[some])
+            return found if other is None else found + other
+
+        return form
 
     def along(self, direction: Tensor) -> Tensor:
         """``sum_t <delta_it, V x_it>``; with one t, in the precision of the direction."""
@@ -120,15 +129,17 @@ class Occurrences(RowWise):
         inside = (self.index >= start) & (self.index < stop)
         return Occurrences(torch.where(inside, self.index - start, -1), self.delta, stop - start)
 
-    def prepared(self, samples: slice) -> Callable[[slice, slice], Tensor]:
+    def prepared(self, samples: slice) -> Form:
         """See `RowWise.prepared`."""
         mine = Occurrences(self.index[samples], self.delta[samples], self.n_rows)
 
-        def form(some: slice, rows: slice) -> Tensor:
+        def form(some: slice, rows: slice, other: Tensor | None) -> Tensor:
             part = Occurrences(mine.index[some], mine.delta[some], self.n_rows).of_rows(rows)
             index, delta = part._present()
-            found = delta.new_zeros(len(delta), part.n_rows, delta.shape[2])
-            return found.scatter_add_(1, index.unsqueeze(2).expand_as(delta), delta)
+            if other is None:
+                other = delta.new_zeros(len(delta), part.n_rows, delta.shape[2])
+            kind = torch.promote_types(delta.dtype, other.dtype)
+            return other.to(kind).scatter_add_(1, index.unsqueeze(2).expand_as(delta), delta.to(kind))
 
         return form
 

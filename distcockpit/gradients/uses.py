@@ -228,8 +228,9 @@ class Use:
         return any(tensor._version != version for tensor, version in self.versions)
 
 
-Materialized = dict[str, list[tuple[slice, slice, Tensor]]]
-"""Individual gradients that were formed, by parameter: the samples, the part of the first axis, and the gradients."""
+Materialized = dict[tuple[str, int | None], list[tuple[slice, slice, Tensor]]]
+"""Individual gradients that were formed, by parameter and the first of the rows that were walked over, ``None`` for all
+of them: the samples, the part of the first axis, and the gradients."""
 
 
 @dataclass
@@ -242,9 +243,8 @@ class MicroBatch:
 
     def what_is_needed(self) -> MicroBatch:
         """Return a copy without the uses that no walk needs any more because their gradients were formed."""
-        uses = [
-            use for use in self.uses if any(name not in self.materialized for name in use.layer.parameters.values())
-        ]
+        known = {name for name, _ in self.materialized}
+        uses = [use for use in self.uses if not known.issuperset(use.layer.parameters.values())]
         return MicroBatch(self.batch_size, uses, self.materialized)
 
 

@@ -70,12 +70,11 @@ def _from_formed(
     name: str, batch: MicroBatch, start: int, statistics: Sequence[Statistic], rows: Mapping[str, slice]
 ) -> bool:
     """Feed what an earlier walk formed and kept, if anything."""
-    if name in rows:
-        return False
-    for samples, part, gradients in batch.materialized.get(name, ()):
+    found = batch.materialized.get((name, rows.get(name, WHOLE).start))
+    for samples, part, gradients in found or ():
         for statistic in statistics:
             statistic.block(name, gradients, slice(start + samples.start, start + samples.stop), part)
-    return name in batch.materialized
+    return found is not None
 
 
 class _UseTuple(tuple[Use, ...]):
@@ -156,17 +155,19 @@ class _Group:
             return {}
         materialized: Materialized = defaultdict(list)
         pays = forms_blocks or any(statistic.goes_along for statistic in left)
-        keeps = pays and self._rows is None and bool(self._uses) and self._bytes(names) <= keep
+        forms_rows = all(name in self._factors or name in self._sources for name in names)
+        keeps = pays and bool(self._uses) and (self._rows is None or forms_rows) and self._bytes(names) <= keep
         for samples, part, name, gradients in self._blocks(names):
             for statistic in left:
                 statistic.block(name, gradients, self._numbered(samples), part)
             if keeps:
-                materialized[name].append((samples, part, gradients))
+                materialized[name, self._rows.start if self._rows else None].append((samples, part, gradients))
         return materialized
 
     def _bytes(self, names: Sequence[str]) -> int:
         """Return the size of the individual gradients of these parameters."""
-        return self._batch_size * sum(self._values[name].numel() * self._values[name].element_size() for name in names)
+        sizes = (self._shapes[name].numel() * self._values[name].element_size() for name in names)
+        return self._batch_size * sum(sizes)
 
     def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
         """True if most of the individual gradients will be formed for these statistics."""
@@ -262,17 +263,20 @@ class _Group:
         """Form the gradients of a parameter a few rows at a time, so that statistics read them from the cache."""
         factors, shape = self._factors.get(name), self._shapes[name]
         sources: Sequence[RowWise] = [factors] if factors is not None else self._sources[name]
+        sources = sorted(sources, key=lambda source: isinstance(source, Occurrences))  # which add to few rows
         _, o, i = sources[0].sizes
         cached = self._values[name].is_cpu and not (factors is not None and factors.are_windows)
         most = min(CACHED_ELEMENTS * torch.get_num_threads(), self._block_elements) if cached else self._block_elements
         first = 0 if self._rows is None else self._rows.start
         for samples in self._pieces(max(t * (o + i) for t, o, i in (source.sizes for source in sources))):
             n = samples.stop - samples.start
-            made = [source.prepared(samples) for source in sources]
+            first_form, *other_forms = [source.prepared(samples) for source in sources]
             rows = max(FEWEST_ROWS, most // (n * i or 1))
             for part in even_pieces(o, rows):
                 for some in even_pieces(n, most // ((part.stop - part.start) * i or 1)):
-                    gradients = functools.reduce(torch.add, (form(some, part) for form in made))
+                    gradients = first_form(some, part, None)
+                    for form in other_forms:
+                        gradients = form(some, part, gradients)
                     where = slice(samples.start + some.start, samples.start + some.stop)
                     place = slice(first + part.start, first + part.stop)
                     yield where, place, name, gradients.view(len(gradients), -1, *shape[1:])

@@ -16,7 +16,7 @@ from torch import Tensor
 from distcockpit.curvature.diagonals import Curvature
 from distcockpit.curvature.hutchinson import TraceEstimate
 from distcockpit.curvature.lanczos import Eigenvalue, LargestEigenvalue
-from distcockpit.gradients import kernels
+from distcockpit.gradients.differences import squared_norms
 from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import label
 from distcockpit.replay.devices import sent
@@ -391,4 +391,4 @@ class LocalBatch(_Pooled):
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """``|t|^2`` by parameter, float64 ``[parameters]``; tensors are asked for one after the other."""
-        return torch.stack([kernels.squared_norm(tensors[name]) for name in self.parameters])
+        return squared_norms(tensors, self.parameters)

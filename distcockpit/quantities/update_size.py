@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from distcockpit.gradients import kernels
+from distcockpit.gradients.differences import squared_norms
 from distcockpit.quantities.base import Quantity, Sums, Totals
 from distcockpit.quantities.batch import LocalBatch, Model, Needs
 from distcockpit.store.schema import Field, Group, Row
@@ -45,7 +44,7 @@ class UpdateSize(Quantity):
 
     def displacement(self, step: int, d: Mapping[str, Tensor], memory: dict[str, Any]) -> Mapping[str, Tensor]:
         """The squared lengths."""
-        return {"squares": torch.stack([kernels.squared_norm(d[name]) for name in d])}
+        return {"squares": squared_norms(d, d)}
 
     def finalize(self, totals: Totals, n: int) -> Row:
         """The lengths."""

@@ -106,8 +106,7 @@ class BucketWalk:
         self._part_of_mean: dict[str, Tensor] = {}
         self._bounds = nothing.new_zeros(len(self._index), 3)
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
-        has_second_walk = inputs.keeps or self._projects
-        self._room = setup.kept_bytes(beside_update=inputs.update is not None) if has_second_walk else 0
+        self._room = setup.kept_bytes(beside_update=inputs.update is not None)
 
     def walk(self) -> StepSums:
         """All buckets, one after the other."""
@@ -161,7 +160,7 @@ class BucketWalk:
         elif MEAN in exchanges.kinds:
             in_double = self._subtracts_squares or bool(self._rounded) or inputs.parameter_gradients.is_rounded
             adding = GradientSum(there, _first(rows), in_double=in_double)
-        self._walk(exact, rows, [*self._statistics, *([] if adding is None else [adding])])
+        self._walk(exact, rows, [*self._statistics, *([] if adding is None else [adding])], again=self._projects)
         if adding is not None:
             adding.flat.div_(self._n)
             own = {name: own[name] if name in own else adding.sums[name] for name in rows}
@@ -194,10 +193,9 @@ class BucketWalk:
                 for whole, some in ((self._mean, mean[name]), (self._part_of_mean, own[name])):
                     whole[name] = torch.cat([whole[name], some]) if name in whole else some.clone()
         for name, part in rows.items():
+            self._let_go(name, part)
             if part == WHOLE or part.stop == len(self._values[name]):
                 inputs.parameter_gradients.release(name)
-                for batch in () if inputs.keeps else self._batches:
-                    batch.materialized.pop(name, None)
 
     def _walk_again(self, begun: _Begun, mean: Mapping[str, Tensor]) -> None:
         """Project on G, and feed the statistics with parameters whose part of G was known without a walk."""
@@ -292,10 +290,21 @@ class BucketWalk:
             start += g.numel()
         return found
 
-    def _walk(self, names: Sequence[str], rows: Bucket, statistics: Sequence[Statistic]) -> None:
+    def _walk(
+        self, names: Sequence[str], rows: Bucket, statistics: Sequence[Statistic], *, again: bool = False
+    ) -> None:
+        """Walk over a bucket; with ``again``, this step will do so once more."""
         some = {name: rows[name] for name in names if rows[name] != WHOLE}
-        elements = self._setup.block_elements
-        self._room = walk(self._batches, self._values, names, statistics, elements, self._room, some)
+        keep = self._room if again or (self._inputs.keeps and not some) else 0
+        left = walk(self._batches, self._values, names, statistics, self._setup.block_elements, keep, some)
+        self._room -= keep - left
+
+    def _let_go(self, name: str, part: slice) -> None:
+        """Drop individual gradients that were kept for another walk of this step."""
+        if part != WHOLE or not self._inputs.keeps:
+            for batch in self._batches:
+                pieces = batch.materialized.pop((name, part.start), [])
+                self._room += sum(g.numel() * g.element_size() for *_, g in pieces)
 
     # -- where autograd's sums did not do ------------------------------------------------------------------------------
 
@@ -316,13 +325,14 @@ class BucketWalk:
         """Sum up over exactly the gradients that are squared."""
         parameter, first = {name: rows_of(self._values[name], part)}, _first({name: part})
         adding = GradientSum(parameter, first)
-        self._walk([name], {name: part}, [norms, adding])
+        self._walk([name], {name: part}, [norms, adding], again=self._projects)
         mean = self._exchanges.pool_more(adding.flat.div_(self._n)).view(parameter[name].shape)
         self._mean_squared[self._index[name]] += kernels.squared_norm(mean)
         if self._projects:
             onto = Projection({name: mean}, self._local_n, in_double=True, first=first)
             self._walk([name], {name: part}, [onto])
             self._projections += onto.values[0]
+        self._let_go(name, part)
         if self._keeps_all:
             whole = self._mean
             whole[name] = torch.cat([whole[name], mean]) if name in whole else mean.clone()

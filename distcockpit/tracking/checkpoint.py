@@ -175,7 +175,7 @@ def _start(session: Session, start: Start) -> State:
         if setup.shards is not None:
             update = sharded.project(session, fresh, start.scale)
         else:
-            update = fresh.project(setup.tracked, setup.facts.parts_of_updates, start.scale, setup.block_elements)
+            update = fresh.project(setup.tracked, start.scale, setup)
         norm = float(update.norm)
         samples = {"losses": update.start_losses.cpu().clone(), "slopes": update.start_slopes.cpu().clone()}
         samples["inputs_changed"] = torch.tensor(update.inputs_changed, device="cpu")

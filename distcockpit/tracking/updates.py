@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from distcockpit.gradients import kernels
-from distcockpit.gradients.differences import Differences
+from distcockpit.gradients.differences import Differences, squared_norms
+from distcockpit.gradients.factors import WHOLE
 from distcockpit.gradients.generic import notices_of
 from distcockpit.gradients.statistics import Projection
 from distcockpit.gradients.uses import MicroBatch
@@ -62,20 +62,19 @@ class Start:
     def project(
         self,
         parameters: Mapping[str, Tensor],
-        parts: Sequence[Sequence[str]],
         scale: float | None,
-        block_elements: int,
+        setup: Setup,
     ) -> Update:
         """Return the update, and the slopes of the starting samples along it.
 
         Args:
             parameters: The tracked parameters as they are now.
-            parts: The parameters that move together.
             scale: Of the gradient scaler now.
-            block_elements: See `walk`.
+            setup: What all ranks agreed on.
         """
+        parts = setup.facts.parts_of_updates
         direction = self.displacement(parameters)
-        squares = torch.stack([kernels.squared_norm(direction[name]) for name in direction])
+        squares = squared_norms(direction, direction)
         norm = squares.sum().sqrt()
         names = list(direction)
         each = [norm] if len(parts) == 1 else [squares[[names.index(n) for n in part]].sum().sqrt() for part in parts]
@@ -84,8 +83,9 @@ class Start:
             slopes = self.slopes
         else:
             projection = Projection(direction, len(self.losses), parts)
-            if not changed:
-                walk(self.batches, self.values, list(parameters), [projection], block_elements)
+            for bucket in () if changed else setup.buckets:
+                rows = {name: part for name, part in bucket.items() if part != WHOLE}
+                walk(self.batches, self.values, list(bucket), [projection], setup.block_elements, rows=rows)
             slopes = projection.values / norm
         return Update(
             norm=norm,
@@ -254,15 +254,14 @@ class Updates:
         """
         if not any(q.starts(step - 1) for q in active.with_need("update")):
             return None, None
-        parts = self._setup.facts.parts_of_updates
         if start is not None:
-            update = start.project(tracked, parts, scale, self._setup.block_elements)
+            update = start.project(tracked, scale, self._setup)
             for topic, text in notices_of(start.batches):
                 self._notices.once(topic, f"step {step}: {text}", step)
             return update, start.stamp
         stamp = Stamp(step - 1, None, time.time(), 0) if resumes else self._cut
         if stamp is not None and stamp.step == step - 1:
-            return interrupted_update(tracked, len(parts)), stamp
+            return interrupted_update(tracked, len(self._setup.facts.parts_of_updates)), stamp
         return None, None
 
     def needs_values(self, starting: Active) -> bool:
