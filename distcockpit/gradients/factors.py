@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,8 @@ Form = Callable[[slice, slice, Tensor | None], Tensor]
 class RowWise(ABC):
     """Individual gradients of a parameter viewed as a matrix, any rows of which can be formed without the others."""
 
+    delta: Tensor  # output gradients
+
     @abstractmethod
     def of_rows(self, rows: slice) -> RowWise:
         """Return the same for some rows of the parameter."""
@@ -33,6 +35,10 @@ class RowWise(ABC):
     @abstractmethod
     def prepared(self, samples: slice) -> Form:
         """Return a function that forms the gradients of some of these samples, and of some rows."""
+
+    @abstractmethod
+    def pair(self, samples: slice) -> tuple[Tensor, Tensor]:
+        """Return the factors of some samples, ``[n, T, O]`` and ``[n, T, I]``; indices ``[n, T]`` are rows of ones."""
 
     def products(self, samples: slice) -> Tensor:
         """Return the individual gradients of some samples, ``[n, O, I]``."""
@@ -72,8 +78,8 @@ class Factors(RowWise):
         """T, O, I."""
         return self.delta.shape[1], self.delta.shape[2], self.n_inputs
 
-    def of(self, samples: slice) -> tuple[Tensor, Tensor]:
-        """Return the factors of some samples."""
+    def pair(self, samples: slice) -> tuple[Tensor, Tensor]:
+        """See `RowWise.pair`."""
         return self.delta[samples], self.inputs(samples)
 
     def of_rows(self, rows: slice) -> Factors:
@@ -82,7 +88,7 @@ class Factors(RowWise):
 
     def prepared(self, samples: slice) -> Form:
         """See `RowWise.prepared`."""
-        delta, x = self.of(samples)
+        delta, x = self.pair(samples)
 
         def form(some: slice, rows: slice, other: Tensor | None) -> Tensor:
             found = products(delta[some, :, rows], x[some])
@@ -97,6 +103,29 @@ class Factors(RowWise):
         x = self.inputs(WHOLE).to(kind)
         output = x @ direction.reshape(self.sizes[1:]).to(kind).T
         return kernels.inner_rows(output.flatten(1), self.delta.to(kind).flatten(1))
+
+
+def grams(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the inner products between the rows of each sample, of all uses together: two of ``[n, T, T]``.
+
+    Args:
+        pairs: The factors of each use, see `RowWise.pair`.
+    """
+    ones, xs = zip(*pairs, strict=True)
+    x = xs[0] if len(xs) == 1 else torch.cat(xs, 1)
+    rows = [torch.cat([_inner(first, second, x.dtype) for second in ones], 2) for first in ones]
+    return torch.cat(rows, 1), _inner(x, x, x.dtype)
+
+
+def _inner(first: Tensor, second: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the inner products between the rows of two factors, ``[n, S, T]``."""
+    if first.dim() == second.dim() == 2:
+        return (first.unsqueeze(2) == second.unsqueeze(1)).to(kind)
+    if first.dim() == 2:
+        return _inner(second, first, kind).transpose(1, 2)
+    if second.dim() == 2:
+        return first.gather(2, second.unsqueeze(1).expand(-1, first.shape[1], -1))
+    return torch.bmm(first, second.transpose(1, 2))
 
 
 def products(delta: Tensor, x: Tensor) -> Tensor:
@@ -142,6 +171,11 @@ class Occurrences(RowWise):
             return other.to(kind).scatter_add_(1, index.unsqueeze(2).expand_as(delta), delta.to(kind))
 
         return form
+
+    def pair(self, samples: slice) -> tuple[Tensor, Tensor]:
+        """See `RowWise.pair`; what selects no row is zero."""
+        index, delta = self._present()
+        return index[samples], delta[samples]
 
     def along(self, direction: Tensor) -> Tensor:
         """``sum_t <delta_it, V[x_it]>``."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import WHOLE, Factors
+from distcockpit.gradients.factors import WHOLE, RowWise, grams
 from distcockpit.gradients.generic import rule_of
-from distcockpit.gradients.statistics import SquaredNorms, grams
+from distcockpit.gradients.statistics import SquaredNorms
 from distcockpit.gradients.uses import MicroBatch, Use
 
 TOLERANCE = 1e-4
@@ -40,22 +40,26 @@ def calls_by_parameter(batches: Sequence[MicroBatch]) -> Calls:
     return calls
 
 
-def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Factors]:
-    """Return the parameters whose individual gradients are only sums over sequences, with factors.
+def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Sequence[RowWise]]:
+    """Return the parameters whose individual gradients are only sums over sequences, with those of each use.
 
     Args:
         calls: By parameter.
         rows: The parameters to look at, each with the rows that are wanted.
     """
-    found = {
-        name: rule_of(calls[name][0][0]).factors(calls[name][0][0]) for name in rows if len(calls.get(name, ())) == 1
-    }
-    alone = {name: factors[calls[name][0][1]] for name, factors in found.items() if calls[name][0][1] in factors}
-    return {
-        name: factors if rows[name] == WHOLE else factors.of_rows(rows[name])
-        for name, factors in alone.items()
-        if factors.sizes[0] > 1 and not factors.are_windows and _pays(*factors.sizes)
-    }
+    found: dict[str, Sequence[RowWise]] = {}
+    for name, part in rows.items():
+        uses = calls.get(name, ())
+        sources = [each for use, local in uses if (each := rule_of(use).row_wise(use).get(local)) is not None]
+        if len(sources) == len(uses) > 0 and _are_sums(sources):
+            found[name] = sources if part == WHOLE else [source.of_rows(part) for source in sources]
+    return found
+
+
+def _are_sums(sources: Sequence[RowWise]) -> bool:
+    """True if these are sums of several products, and two matrices ``[T, T]`` cost less than one of their shape."""
+    t = sum(source.sizes[0] for source in sources)
+    return t > 1 and len({source.delta.dtype for source in sources}) == 1 and _pays(t, *sources[0].sizes[1:])
 
 
 def _pays(t: int, o: int, i: int) -> bool:
@@ -68,12 +72,12 @@ class RoundedNorms(SquaredNorms):
 
     Args:
         parameters: The parameters, by name.
-        factors: The factors of some of these.
+        sources: Of each use of some of these.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], factors: Mapping[str, Factors]) -> None:
-        super().__init__({name: parameters[name] for name in factors})
-        self._factors = factors
+    def __init__(self, parameters: Mapping[str, Tensor], sources: Mapping[str, Sequence[RowWise]]) -> None:
+        super().__init__({name: parameters[name] for name in sources})
+        self._sources = sources
         self._squares: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # of the rows of both factors
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
@@ -82,21 +86,28 @@ class RoundedNorms(SquaredNorms):
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_st <delta_is, delta_it> <x_is, x_it>``; infinite if these overflow."""
-        first, second = grams(delta, x)
+        self.uses(name, [(delta, x)], samples)
+
+    def prefers_uses(self, sources: Sequence[RowWise]) -> bool:
+        """True if factors pay off."""
+        return len(sources) > 1 and _pays(sum(source.sizes[0] for source in sources), *sources[0].sizes[1:])
+
+    def uses(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]], samples: slice) -> None:
+        """The same, where s and t go over all uses."""
+        first, second = grams(pairs)
         self.add_gram(name, first, second)
         self.values[name].nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._squares[name].append((_diagonal(first), _diagonal(second)))
 
     def bounds(self, name: str) -> Tensor:
         """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``."""
-        squares, factors = self.values[name], self._factors[name]
+        squares, sources = self.values[name], self._sources[name]
         pairs = self._squares[name]
         if not pairs:  # from blocks
-            delta, x = (factor.flatten(0, 1) for factor in factors.of(WHOLE))
-            pairs = [(kernels.inner_rows(delta, delta), kernels.inner_rows(x, x))]
+            pairs = [(_squares_of(ones), _squares_of(x)) for ones, x in (source.pair(WHOLE) for source in sources)]
         of_delta, of_x = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        t, o, i = factors.sizes
-        kind = torch.finfo(factors.delta.dtype)
+        t, (_, o, i) = sum(source.sizes[0] for source in sources), sources[0].sizes
+        kind = torch.finfo(sources[0].delta.dtype)
         spread, unit = of_delta @ of_x, kind.eps / 2
         # The loss of Gram matrices whose elements are too small for their type.
         underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
@@ -106,6 +117,14 @@ class RoundedNorms(SquaredNorms):
 
 def _diagonal(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=1, dim2=2).double().flatten()
+
+
+def _squares_of(factor: Tensor) -> Tensor:
+    """Return the squared lengths of the rows of a factor, float64; those of indices are 1."""
+    if factor.dim() == 2:
+        return factor.new_ones(factor.numel(), dtype=torch.float64)
+    rows = factor.flatten(0, 1)
+    return kernels.inner_rows(rows, rows)
 
 
 def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> list[str]:

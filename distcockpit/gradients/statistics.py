@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.differences import ByRows
-from distcockpit.gradients.factors import WHOLE, Rows, RowWise
+from distcockpit.gradients.factors import WHOLE, Rows, RowWise, grams
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
 from distcockpit.replay.devices import sent
@@ -41,6 +41,14 @@ class Statistic(ABC):
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """Add samples with individual gradients ``sum_t delta_it x_it^T``; only called if factors are preferred."""
         raise NotImplementedError(f"{type(self).__name__} prefers factors, so it must define sequence().")
+
+    def prefers_uses(self, sources: Sequence[RowWise]) -> bool:
+        """True if `uses` is defined, and cheaper than forming the sums over these uses of a parameter."""
+        return False
+
+    def uses(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]], samples: slice) -> None:
+        """Add samples whose individual gradients are sums over uses with these factors; only called if preferred."""
+        raise NotImplementedError(f"{type(self).__name__} prefers uses, so it must define uses().")
 
     @property
     def takes_rows(self) -> bool:
@@ -206,7 +214,7 @@ class SquaredNorms(Statistic):
 
     def sequence(self, name: str, delta: Tensor, x: Tensor, samples: slice) -> None:
         """``sum_st <delta_is, delta_it> <x_is, x_it>``; in float64, because terms may cancel."""
-        self.add_gram(name, *grams(delta.double(), x.double()))
+        self.add_gram(name, *grams([(delta.double(), x.double())]))
 
     def add_gram(self, name: str, first: Tensor, second: Tensor) -> None:
         """Add the inner products of inner products, both ``[n, T, T]``."""
@@ -229,11 +237,6 @@ class SquaredNorms(Statistic):
 def _of(tensor: Tensor, part: slice, first: int = 0) -> Tensor:
     """Return a part of a parameter from a tensor that begins with this row of it."""
     return tensor if part == WHOLE else tensor[part.start - first : part.stop - first]  # a scalar has no axis
-
-
-def grams(*factors: Tensor) -> list[Tensor]:
-    """Return the inner products between the rows of each sample: ``[n, T, T]`` from ``[n, T, I]``."""
-    return [torch.bmm(factor, factor.transpose(1, 2)) for factor in factors]
 
 
 class Projection(Statistic):

@@ -150,7 +150,7 @@ class _Group:
             left = [s for s in statistics if not (s.goes_along and self._along(s))]
         if not left:
             return {}
-        names = [name for name in self._names if not self._from_factors(name, left)]
+        names = [name for name in self._names if not (self._from_factors(name, left) or self._from_uses(name, left))]
         if names and self._from_rows(left):
             return {}
         materialized: Materialized = defaultdict(list)
@@ -222,12 +222,25 @@ class _Group:
             return False
         t, o, i = factors.sizes
         for samples in self._pieces(0 if t == 1 else t * (o + i)):
-            delta, x = factors.of(samples)
+            delta, x = factors.pair(samples)
             for statistic in statistics:
                 if t == 1:
                     statistic.outer(name, delta[:, 0], x[:, 0], self._numbered(samples))
                 else:
                     statistic.sequence(name, delta, x, self._numbered(samples))
+        return True
+
+    def _from_uses(self, name: str, statistics: Sequence[Statistic]) -> bool:
+        """Feed the factors of all uses together, if every statistic prefers them."""
+        sources = self._sources.get(name, ())
+        if not sources or not all(
+            s.prefers_uses(sources) and (self._rows is None or s.takes_some_rows) for s in statistics
+        ):
+            return False
+        for samples in self._pieces(sum(t * (o + i) for t, o, i in (source.sizes for source in sources))):
+            pairs = [source.pair(samples) for source in sources]
+            for statistic in statistics:
+                statistic.uses(name, pairs, self._numbered(samples))
         return True
 
     def _blocks(self, names: Sequence[str]) -> Iterator[tuple[slice, slice, str, Tensor]]:

@@ -136,17 +136,17 @@ class BucketWalk:
         for each in self._gathered:
             each.hold(rows, exchanges.gather(rows, each.pieces))
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
-        factors = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
+        sources = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
         own = {
             name: part
-            for name in (factors if self._subtracts_squares else rows)
+            for name in (sources if self._subtracts_squares else rows)
             if self._factor is not None
             and name not in self._rounded
             and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
         }
         rounds = self._subtracts_squares and exchanges.rounds
         own = own if rounds or not self._subtracts_squares else {}
-        rounded = RoundedNorms(parameters, {name: factors[name] for name in own if rounds})
+        rounded = RoundedNorms(parameters, {name: sources[name] for name in own if rounds})
         exact = [name for name in rows if name not in own]
         if exact and MEAN in exchanges.kinds and not inputs.has_calls:
             raise GradientsLost(

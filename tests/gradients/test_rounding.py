@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
-from distcockpit.gradients.factors import Factors
+from distcockpit.gradients.factors import Factors, Occurrences
 from distcockpit.gradients.rounding import RoundedNorms
 from distcockpit.gradients.statistics import GradientSum
 from distcockpit.tracking import buckets, setup
@@ -159,7 +159,7 @@ def test_rounding_is_far_below_its_bound(
     delta, x = torch.randn(n, t, o, generator=generator), torch.randn(n, t, i, generator=generator) + offset
     weight = torch.zeros(o, i)
     factors = Factors(delta, lambda samples: x[samples], i)
-    quick, exact = RoundedNorms({"w": weight}, {"w": factors}), GradientSum({"w": weight})
+    quick, exact = RoundedNorms({"w": weight}, {"w": [factors]}), GradientSum({"w": weight})
     if in_blocks:
         quick.block("w", factors.products(slice(0, n)), slice(0, n))
     else:
@@ -171,3 +171,98 @@ def test_rounding_is_far_below_its_bound(
     assert abs(squares - true) < error / 10
     g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("part", [slice(0, 90), slice(20, 40)], ids=str)
+def test_several_uses_together(seed: int, in_blocks: bool, part: slice) -> None:
+    """A head, an embedding that shares its weight and has seen padding, and a second head, without forming anything."""
+    generator = torch.Generator().manual_seed(seed)
+    n, o, i = 5, 90, 30
+    deltas = [torch.randn(n, t, o, generator=generator) for t in (4, 3)]
+    xs = [torch.randn(n, t, i, generator=generator) + 2 for t in (4, 3)]
+    index = torch.randint(-1, o, (n, 6), generator=generator)
+    index[:, 3] = index[:, 0]
+    inner = torch.randn(n, 6, i, generator=generator)
+    heads = [Factors(delta, lambda samples, x=x: x[samples], i) for delta, x in zip(deltas, xs, strict=True)]
+    sources = [each.of_rows(part) for each in (heads[0], Occurrences(index, inner, o), heads[1])]
+    true = sum(torch.bmm(d.double().transpose(1, 2), x.double()) for d, x in zip(deltas, xs, strict=True))
+    for sample, position in np.ndindex(n, 6):
+        if index[sample, position] >= 0:
+            true[sample, index[sample, position]] += inner[sample, position]
+    true = true[:, part]
+    quick = RoundedNorms({"w": true[0].float()}, {"w": sources})
+    assert quick.prefers_uses(sources) == (part.stop == 90)
+    if in_blocks:
+        quick.block("w", true.float(), slice(0, n))
+    else:
+        quick.uses("w", [source.pair(slice(0, n)) for source in sources], slice(0, n))
+    squares, error, of_sum = quick.bounds("w")
+    assert abs(squares - true.square().sum()) < error / 3 < 1e-4 * squares
+    rounded = sum(d.flatten(0, 1).T @ x.flatten(0, 1) for d, x in zip(deltas, xs, strict=True))
+    seen = index >= 0
+    rounded = rounded.index_add(0, index[seen], inner[seen])[part].double()
+    g, e = true.sum(0).square().sum() / n**2, rounded.square().sum() / n**2
+    assert n * abs(g - e) < 2 * (g * of_sum).sqrt()
+
+
+class Tied(nn.Module):
+    """Tokens, times numbers that differ little between samples, and a head of the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(80, 24, padding_idx=3), nn.Linear(24, 80, bias=False)
+        nn.init.uniform_(self.head.weight, 0.1, 1)
+        self.tokens.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tokens((x[..., 0] / 40).long() + torch.arange(LENGTH)) * x)
+
+
+def train_tied(rank: int, size: int, group: Any, store: str, noise: float, shards: list[int]) -> tuple[bool, list[str]]:
+    """One tracked step; whether norms came from all uses together, and what was summed up again."""
+    x, net, together, again = noisy(noise).repeat(1, 1, 4), Tied(), 0, []
+    model = net if group is None else DistributedDataParallel(net, process_group=group)
+    original, original_again = RoundedNorms.uses, buckets.BucketWalk.sum_exactly
+
+    def uses(self: RoundedNorms, *args: Any) -> None:
+        nonlocal together
+        together += 1
+        original(self, *args)
+
+    def sum_exactly(self: buckets.BucketWalk, name: str, *args: Any) -> None:
+        again.append(name)
+        original_again(self, name, *args)
+
+    RoundedNorms.uses, buckets.BucketWalk.sum_exactly = uses, sum_exactly
+    mine = x[sum(shards[:rank]) : sum(shards[: rank + 1])]
+    chosen = [q.NormTest(), q.GradientNoiseScale(), q.RankDisagreement()]
+    options = {"quantities": chosen, "schedule": every(1), "process_group": group}
+    try:
+        with DistCockpit(model, None, torch.optim.SGD(net.parameters(), 0.0), store=store, **options) as cockpit:
+            for step in range(2):
+                with cockpit.track(step):
+                    cockpit(mine).abs().mean().backward()
+    finally:
+        RoundedNorms.uses, buckets.BucketWalk.sum_exactly = original, original_again
+    return together > 0, again
+
+
+@pytest.mark.parametrize("noise, is_lost", [(0.3, False), (1e-4, True)])
+@pytest.mark.parametrize("shards", [[9, 15], [1, 0, 20, 3]], ids=str)
+def test_a_tied_embedding(ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int]) -> None:
+    done = ranks.run(len(shards), train_tied, str(tmp_path / "run"), noise, shards)
+    assert done == [(n > 0, ["tokens.weight"] * 2 * is_lost) for n in shards]
+
+    def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        return z.abs().sum() / (LENGTH * 80), 1.0
+
+    net = Tied()
+    batch = oracle.batch(net, dict(net.state_dict()), terms, noisy(noise).repeat(1, 1, 4), torch.zeros(N))
+    run = open_run(tmp_path / "run")
+    np.testing.assert_allclose(run["norm_test"]["norm_test"], [oracle.norm_test(batch)] * 2, rtol=2e-3)
+    np.testing.assert_allclose(run["gradient_noise_scale"]["noise"], [oracle.noise_scale(batch)[0]] * 2, rtol=2e-3)
+    norms = [norm for norm, *_ in oracle.rank_disagreement(batch, shards)]
+    np.testing.assert_allclose(run["rank_disagreement"]["grad_norm"][1], norms, rtol=1e-5)
