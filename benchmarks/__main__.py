@@ -2,6 +2,7 @@
 
     python -m benchmarks                     # -> benchmarks/results/*.json, docs/benchmarks.png, docs/size.png
     python -m benchmarks --rounds 1 --results /tmp/results --figures /tmp/results
+    python -m benchmarks --missing       # go on after an interruption: what has no file in the results yet
 
 Each file and figure names the processor, its threads and the version of torch. Cockpit is measured too where it is
 installed (extra `bench`).
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of each measurement (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where measurements go (default: %(default)s)")
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="where figures go (default: %(default)s)")
+    parser.add_argument("--missing", action="store_true", help="skip what has a file in the results")
     args = parser.parse_args()
     args.figures.mkdir(parents=True, exist_ok=True)
     rounds, runs = ["--rounds", str(args.rounds)], ["--runs", str(min(3, args.rounds))]
@@ -37,9 +39,11 @@ def main() -> None:
         ("size", ["size", *rounds, "--figure", str(args.figures / "size.png")]),
     ]
     for name, (program, *options) in programs:
+        found = args.results / f"{name}.json"
+        if args.missing and found.exists():
+            continue
         print(f"\n{name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{program}", *options]
-        subprocess.run([*command, "--json", str(args.results / f"{name}.json")], check=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{program}", *options, "--json", str(found)], check=True)
     drawn = ["--results", str(args.results), "--out", str(args.figures / "benchmarks.png")]
     subprocess.run([sys.executable, "-m", "benchmarks.figure", *drawn], check=True)
 

@@ -11,13 +11,13 @@ of a linear layer on sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import WHOLE, RowWise, grams
+from distcockpit.gradients.factors import WHOLE, Factors, RowWise, grams
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms
 from distcockpit.gradients.uses import MicroBatch, Use
@@ -40,18 +40,20 @@ def calls_by_parameter(batches: Sequence[MicroBatch]) -> Calls:
     return calls
 
 
-def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Sequence[RowWise]]:
+def sums_over_sequences(calls: Calls, rows: Mapping[str, slice], *, only_norms: bool) -> dict[str, Sequence[RowWise]]:
     """Return the parameters whose individual gradients are only sums over sequences, with those of each use.
 
     Args:
         calls: By parameter.
         rows: The parameters to look at, each with the rows that are wanted.
+        only_norms: Whether nothing but norms is asked for, so that sums over several uses need not be formed.
     """
     found: dict[str, Sequence[RowWise]] = {}
     for name, part in rows.items():
         uses = calls.get(name, ())
         sources = [each for use, local in uses if (each := rule_of(use).row_wise(use).get(local)) is not None]
-        if len(sources) == len(uses) > 0 and _are_sums(sources):
+        may_be = only_norms or (len(sources) == 1 and isinstance(sources[0], Factors))
+        if len(sources) == len(uses) > 0 and may_be and _are_sums(sources):
             found[name] = sources if part == WHOLE else [source.of_rows(part) for source in sources]
     return found
 
@@ -73,11 +75,17 @@ class RoundedNorms(SquaredNorms):
     Args:
         parameters: The parameters, by name.
         sources: Of each use of some of these.
+        in_double: The parameters whose Gram matrices are in float64.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], sources: Mapping[str, Sequence[RowWise]]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        sources: Mapping[str, Sequence[RowWise]],
+        in_double: Collection[str] = (),
+    ) -> None:
         super().__init__({name: parameters[name] for name in sources})
-        self._sources = sources
+        self._sources, self._in_double = sources, in_double
         self._squares: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # of the rows of both factors
 
     def prefers_factors(self, t: int, o: int, i: int) -> bool:
@@ -94,6 +102,8 @@ class RoundedNorms(SquaredNorms):
 
     def uses(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]], samples: slice) -> None:
         """The same, where s and t go over all uses."""
+        if name in self._in_double:
+            pairs = [(ones.double() if ones.dim() == 3 else ones, x.double()) for ones, x in pairs]
         first, second = grams(pairs)
         self.add_gram(name, first, second)
         self.values[name].nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -102,16 +112,18 @@ class RoundedNorms(SquaredNorms):
     def bounds(self, name: str) -> Tensor:
         """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``."""
         squares, sources = self.values[name], self._sources[name]
-        pairs = self._squares[name]
-        if not pairs:  # from blocks
+        pairs = self._squares.get(name)
+        if pairs is None:  # from blocks
             pairs = [(_squares_of(ones), _squares_of(x)) for ones, x in (source.pair(WHOLE) for source in sources)]
         of_delta, of_x = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         t, (_, o, i) = sum(source.sizes[0] for source in sources), sources[0].sizes
-        kind = torch.finfo(sources[0].delta.dtype)
-        spread, unit = of_delta @ of_x, kind.eps / 2
+        unit = torch.finfo(sources[0].delta.dtype).eps / 2
+        is_double = name in self._in_double and name in self._squares
+        kind = torch.finfo(torch.float64 if is_double else sources[0].delta.dtype)
+        spread = of_delta @ of_x
         # The loss of Gram matrices whose elements are too small for their type.
         underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
-        error = 3 * unit * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+        error = 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
         return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
 
 

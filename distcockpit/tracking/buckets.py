@@ -21,7 +21,7 @@ from distcockpit.curvature.diagonals import Curvature
 from distcockpit.gradients import kernels
 from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.gradients.differences import Gathered
-from distcockpit.gradients.factors import WHOLE, rows_of
+from distcockpit.gradients.factors import WHOLE, RowWise, rows_of
 from distcockpit.gradients.rounding import Calls, RoundedNorms, calls_by_parameter, doubtful, sums_over_sequences
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
@@ -32,6 +32,9 @@ from distcockpit.tracking.exchanges import AVERAGED, MEAN, SQUARES, Exchanges, P
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.setup import Bucket, Setup
+
+STEPS_IN_DOUBT = 16
+"""For how many tracked steps Gram matrices are in float64 after float32 did not do."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class BucketWalk:
         norms: The one among them of squared norms, if there is one.
         local_n: B_r.
         reductions: What quantities make of the sums of a bucket.
+        doubted: Parameters whose Gram matrices are in float64, and for how many steps; kept up to date.
         gathered: What statistics read of sharded parameters, to be gathered bucket by bucket.
     """
 
@@ -86,6 +90,7 @@ class BucketWalk:
         norms: SquaredNorms | None,
         local_n: int,
         reductions: Reductions,
+        doubted: dict[str, int],
         gathered: Sequence[Gathered] = (),
     ) -> None:
         self._setup, self._inputs, self._batches, self._exchanges = setup, inputs, batches, exchanges
@@ -94,7 +99,8 @@ class BucketWalk:
         self._values, self._n = inputs.header.state.every, inputs.header.totals.n
         active = inputs.active
         self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
-        self._subtracts_squares = active.subtracts_squares
+        self._subtracts_squares, self._doubted = active.subtracts_squares, doubted
+        self._only_norms = len(statistics) == 1 and not self._projects
         self._rounded = rounded_convolutions(inputs, setup.device)
         self._factor = None if setup.batch_statistics_are_constants else factor_of_autograds(inputs)
         self._scale = scale_of_autograds(inputs) if active.wants("averaged") and setup.shards is not None else 1.0
@@ -136,7 +142,9 @@ class BucketWalk:
         for each in self._gathered:
             each.hold(rows, exchanges.gather(rows, each.pieces))
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
-        sources = sums_over_sequences(self._calls, rows) if self._subtracts_squares and self._factor is not None else {}
+        sources: Mapping[str, Sequence[RowWise]] = {}
+        if self._subtracts_squares and self._factor is not None:
+            sources = sums_over_sequences(self._calls, rows, only_norms=self._only_norms)
         own = {
             name: part
             for name in (sources if self._subtracts_squares else rows)
@@ -146,7 +154,7 @@ class BucketWalk:
         }
         rounds = self._subtracts_squares and exchanges.rounds
         own = own if rounds or not self._subtracts_squares else {}
-        rounded = RoundedNorms(parameters, {name: sources[name] for name in own if rounds})
+        rounded = RoundedNorms(parameters, {name: sources[name] for name in own if rounds}, self._doubted)
         exact = [name for name in rows if name not in own]
         if exact and MEAN in exchanges.kinds and not inputs.has_calls:
             raise GradientsLost(
@@ -313,7 +321,11 @@ class BucketWalk:
         again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._mean_squared, self._n)
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
+        for name in [name for name, left in self._doubted.items() if left == 1]:
+            del self._doubted[name]
+        self._doubted.update({name: left - 1 for name, left in self._doubted.items()})
         for name in again:
+            self._doubted[name] = STEPS_IN_DOUBT
             norms.values[name].zero_()
             self._mean_squared[self._index[name]] = 0
             self._onto_rounded.pop(name, None)

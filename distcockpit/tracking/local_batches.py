@@ -80,7 +80,17 @@ def _local_batches(
     statistics: list[Statistic] = [statistic for statistic in (norms, slopes) if statistic is not None]
     statistics += [statistic for each in wanted.values() for statistic in each.values()]
     sums = BucketWalk(
-        setup, inputs, batches, exchanges, curvature, statistics, norms, len(losses), reductions, gathered
+        setup,
+        inputs,
+        batches,
+        exchanges,
+        curvature,
+        statistics,
+        norms,
+        len(losses),
+        reductions,
+        session.doubted,
+        gathered,
     ).walk()
     if update is not None and slopes is not None:
         update = update.ending(slopes.values / update.norm)

@@ -292,7 +292,8 @@ class TrackedStep:
         if not (self._active.takes_autograds_sums and self._active.subtracts_squares):
             return False
         rows = dict.fromkeys(self._setup.tracked, WHOLE)
-        return bool(sums_over_sequences(calls_by_parameter([micro.batch for micro in captured]), rows))
+        calls = calls_by_parameter([micro.batch for micro in captured])
+        return bool(sums_over_sequences(calls, rows, only_norms=True))
 
     def _header(self, batch_size: int, **numbers: float) -> Header:
         """The first exchange."""
