@@ -100,13 +100,16 @@ def train_wide(rank: int, size: int, group: Any, store: str, chosen: list[q.Quan
 
 
 @pytest.mark.parametrize("shards", [[6], [4, 2]], ids=str)
-def test_no_sum_is_larger_than_its_buckets(ranks: Ranks, tmp_path: Path, shards: list[int]) -> None:
+@pytest.mark.parametrize("chosen", [CHOSEN, CHOSEN[:4], CHOSEN[:2]], ids=["all", "projections", "norms"])
+def test_no_sum_is_larger_than_its_buckets(
+    ranks: Ranks, tmp_path: Path, chosen: list[q.Quantity], shards: list[int]
+) -> None:
     """The whole would be 327,680 elements; vectors of G and of squares are exchanged together."""
     store = str(tmp_path / "run")
     if len(shards) == 1:
-        largest = [train_wide(0, 1, None, store, CHOSEN, shards)]
+        largest = [train_wide(0, 1, None, store, chosen, shards)]
     else:
-        largest = ranks.run(2, train_wide, store, CHOSEN, shards)
+        largest = ranks.run(2, train_wide, store, chosen, shards)
     assert max(largest) <= 2 * FEWEST_ELEMENTS
     torch.manual_seed(0)
     net = Tied()
@@ -117,10 +120,11 @@ def test_no_sum_is_larger_than_its_buckets(ranks: Ranks, tmp_path: Path, shards:
 
     batch = oracle.batch(net, net.state_dict(), terms, x, y)
     np.testing.assert_allclose(run["grad_norm"]["total"][0], np.linalg.norm(batch.flat.mean(0)), rtol=1e-5)
-    for name in ("norm_test", "inner_test", "ortho_test"):
+    for name in {"norm_test", "inner_test", "ortho_test"}.intersection(run.children):
         np.testing.assert_allclose(run[name][name][0], getattr(oracle, name)(batch), rtol=1e-4, err_msg=name)
-    np.testing.assert_allclose(run["mean_gsnr"]["mean_gsnr"][0], oracle.mean_gsnr(batch), rtol=1e-3)
-    assert np.isfinite(run["alpha"]["alpha"]).all()
+    if chosen is CHOSEN:
+        np.testing.assert_allclose(run["mean_gsnr"]["mean_gsnr"][0], oracle.mean_gsnr(batch), rtol=1e-3)
+        assert np.isfinite(run["alpha"]["alpha"]).all()
     assert "notices" not in run.attrs  # such as of a slow route, on which the check of gradients would fall back
 
 
