@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from train import bucketed
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
@@ -82,15 +83,16 @@ def loss_fn(z: Tensor, y: Tensor) -> Tensor:
 CHOSEN = [q.GradNorm(), q.NormTest(), q.InnerTest(), q.OrthoTest(), q.MeanGSNR(), q.RankDisagreement(), q.Alpha()]
 
 
-def train_wide(rank: int, size: int, group: Any, store: str, chosen: list[q.Quantity], shards: list[int]) -> int:
+def train_wide(
+    rank: int, size: int, group: Any, store: str, chosen: list[q.Quantity], shards: list[int], budget: int
+) -> int:
     torch.manual_seed(0)
     net = Tied()
     model = net if group is None else DistributedDataParallel(net, process_group=group)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     x, y = (t[sum(shards[:rank]) : sum(shards[: rank + 1])] for t in tokens(sum(shards)))
-    with DistCockpit(
-        model, optimizer=optimizer, store=store, quantities=chosen, schedule=every(1), memory_budget=1
-    ) as cockpit:
+    options = {"quantities": chosen, "schedule": every(1), "memory_budget": budget}
+    with bucketed(1, FEWEST_ELEMENTS), DistCockpit(model, optimizer=optimizer, store=store, **options) as cockpit:
         for step in range(6):
             optimizer.zero_grad()
             with Wide() as wide, cockpit.track(step):
@@ -101,15 +103,16 @@ def train_wide(rank: int, size: int, group: Any, store: str, chosen: list[q.Quan
 
 @pytest.mark.parametrize("shards", [[6], [4, 2]], ids=str)
 @pytest.mark.parametrize("chosen", [CHOSEN, CHOSEN[:4], CHOSEN[:2]], ids=["all", "projections", "norms"])
+@pytest.mark.parametrize("budget", [1, 1 << 28], ids=["forms rows again", "keeps rows"])
 def test_no_sum_is_larger_than_its_buckets(
-    ranks: Ranks, tmp_path: Path, chosen: list[q.Quantity], shards: list[int]
+    ranks: Ranks, tmp_path: Path, chosen: list[q.Quantity], shards: list[int], budget: int
 ) -> None:
     """The whole would be 327,680 elements; vectors of G and of squares are exchanged together."""
     store = str(tmp_path / "run")
     if len(shards) == 1:
-        largest = [train_wide(0, 1, None, store, chosen, shards)]
+        largest = [train_wide(0, 1, None, store, chosen, shards, budget)]
     else:
-        largest = ranks.run(2, train_wide, store, chosen, shards)
+        largest = ranks.run(2, train_wide, store, chosen, shards, budget)
     assert max(largest) <= 2 * FEWEST_ELEMENTS
     torch.manual_seed(0)
     net = Tied()
