@@ -134,7 +134,7 @@ def test_no_sum_is_larger_than_its_buckets(
 def test_ranks_without_memory_for_copies_sum_up_themselves(ranks: Ranks, tmp_path: Path) -> None:
     """DDP averages what arrives, and copies of it do not fit: G is summed from the calls, a sample at a time."""
     store, net, (x, y) = str(tmp_path / "run"), Tied(), tokens(6)
-    ranks.run(2, train_wide, store, [q.GradNorm(), q.RankDisagreement()], [4, 2])
+    ranks.run(2, train_wide, store, [q.GradNorm(), q.RankDisagreement()], [4, 2], 1)
     torch.manual_seed(0)
     net = Tied()
     grads = torch.autograd.grad(loss_fn(net(x), y), list(net.parameters()))
