@@ -121,9 +121,12 @@ class RoundedNorms(SquaredNorms):
         is_double = name in self._in_double and name in self._squares
         kind = torch.finfo(torch.float64 if is_double else sources[0].delta.dtype)
         spread = of_delta @ of_x
-        # The loss of Gram matrices whose elements are too small for their type.
+        # The loss of Gram matrices whose elements are too small for their type, and of products, likewise.
         underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
-        error = 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+        if name in self._squares:
+            error = 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+        else:  # |g + e|^2 - |g|^2, where e are errors of sums of t products
+            error = 2 * unit * (t * spread * squares).sqrt() + unit**2 * t * spread + underflow
         return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
 
 

@@ -6,7 +6,8 @@ quantities reduce the sums of the bucket, and everything of it is freed.
 
 Autograd's sums serve as G where nothing is subtracted, and where squared norms are subtracted as long as their rounding
 is small against the variance. They are known without a walk, so that the second one does all. Ranks see from the same
-pooled numbers where they did not do, and there sum up again in float64.
+pooled numbers where they did not do, and there sum up again in float64; the next steps do so there from the beginning
+(of norms alone, only the Gram matrices need be in float64).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.setup import Bucket, Setup
 
 STEPS_IN_DOUBT = 16
-"""For how many tracked steps Gram matrices are in float64 after float32 did not do."""
+"""For how many tracked steps sums are in float64 from the beginning after float32 did not do."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class BucketWalk:
         norms: The one among them of squared norms, if there is one.
         local_n: B_r.
         reductions: What quantities make of the sums of a bucket.
-        doubted: Parameters whose Gram matrices are in float64, and for how many steps; kept up to date.
+        doubted: Parameters whose sums are in float64, and for how many steps; kept up to date.
         gathered: What statistics read of sharded parameters, to be gathered bucket by bucket.
     """
 
@@ -150,6 +151,7 @@ class BucketWalk:
             for name in (sources if self._subtracts_squares else rows)
             if self._factor is not None
             and name not in self._rounded
+            and (self._only_norms or name not in self._doubted)
             and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
         }
         rounds = self._subtracts_squares and exchanges.rounds

@@ -50,7 +50,7 @@ class Session:
     is_settled: bool = False  # whether a tracked step was finished
     keeps_calls: bool = False  # whether autograd's sums do not do in this loop
     copies_gradients: bool = False  # whether this loop writes to .grad inside `track`
-    doubted: dict[str, int] = field(default_factory=dict)  # steps left with Gram matrices in float64
+    doubted: dict[str, int] = field(default_factory=dict)  # steps left with sums in float64
     forms_early: bool = True  # whether no output was differentiated twice so far
     attribution: Attribution = field(init=False)
     userlog: UserLog = field(init=False)
