@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import WHOLE, Factors, RowWise, grams
+from distcockpit.gradients.factors import WHOLE, RowWise, grams
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms
 from distcockpit.gradients.uses import MicroBatch, Use
@@ -25,6 +25,8 @@ from distcockpit.gradients.uses import MicroBatch, Use
 TOLERANCE = 1e-4
 """The largest share of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
 
+STEPS_IN_DOUBT = 16
+"""For how many tracked steps float32 is not tried again where it did not do."""
 
 Calls = Mapping[str, Sequence[tuple[Use, str]]]
 """The calls that use each parameter, with its name there."""
@@ -40,33 +42,55 @@ def calls_by_parameter(batches: Sequence[MicroBatch]) -> Calls:
     return calls
 
 
-def sums_over_sequences(calls: Calls, rows: Mapping[str, slice], *, only_norms: bool) -> dict[str, Sequence[RowWise]]:
+def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Sequence[RowWise]]:
     """Return the parameters whose individual gradients are only sums over sequences, with those of each use.
 
     Args:
         calls: By parameter.
         rows: The parameters to look at, each with the rows that are wanted.
-        only_norms: Whether nothing but norms is asked for, so that sums over several uses need not be formed.
     """
     found: dict[str, Sequence[RowWise]] = {}
     for name, part in rows.items():
         uses = calls.get(name, ())
         sources = [each for use, local in uses if (each := rule_of(use).row_wise(use).get(local)) is not None]
-        may_be = only_norms or (len(sources) == 1 and isinstance(sources[0], Factors))
-        if len(sources) == len(uses) > 0 and may_be and _are_sums(sources):
+        if len(sources) == len(uses) > 0 and _are_sums(sources):
             found[name] = sources if part == WHOLE else [source.of_rows(part) for source in sources]
     return found
 
 
 def _are_sums(sources: Sequence[RowWise]) -> bool:
-    """True if these are sums of several products, and two matrices ``[T, T]`` cost less than one of their shape."""
-    t = sum(source.sizes[0] for source in sources)
-    return t > 1 and len({source.delta.dtype for source in sources}) == 1 and _pays(t, *sources[0].sizes[1:])
+    """True if some of these are sums of products, and two matrices ``[T, T]`` cost less than one of their shape."""
+    lengths = [source.sizes[0] for source in sources]
+    are_alike = len({source.delta.dtype for source in sources}) == 1
+    return max(lengths) > 1 and are_alike and _pays(sum(lengths), *sources[0].sizes[1:])
 
 
 def _pays(t: int, o: int, i: int) -> bool:
     """True if two matrices ``[T, T]`` cost less than one of the shape of the parameter."""
     return t == 1 or t * (o + i) < o * i
+
+
+class Doubts:
+    """The parameters for which float32 did not do, so that the next tracked steps use float64 from the beginning.
+
+    Where norms come from Gram matrices, these are in float64, and all sums where that did not do either.
+    """
+
+    def __init__(self) -> None:
+        self.of_grams: dict[str, int] = {}  # by parameter: steps that are left
+        self.of_sums: dict[str, int] = {}
+
+    def settle(self, again: Collection[str], grams: Collection[str]) -> None:
+        """End a step.
+
+        Args:
+            again: The parameters for which it did not do.
+            grams: Those whose norms came from Gram matrices in float32.
+        """
+        for doubts, names in ((self.of_grams, set(again) & set(grams)), (self.of_sums, set(again) - set(grams))):
+            left = {name: steps - 1 for name, steps in doubts.items() if steps > 1}
+            doubts.clear()
+            doubts.update(left | dict.fromkeys(names, STEPS_IN_DOUBT))
 
 
 class RoundedNorms(SquaredNorms):
@@ -108,6 +132,11 @@ class RoundedNorms(SquaredNorms):
         self.add_gram(name, first, second)
         self.values[name].nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._squares[name].append((_diagonal(first), _diagonal(second)))
+
+    @property
+    def from_grams(self) -> set[str]:
+        """The parameters whose norms came from Gram matrices in the precision of the factors."""
+        return self._squares.keys() - set(self._in_double)
 
     def bounds(self, name: str) -> Tensor:
         """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``."""

@@ -101,12 +101,6 @@ class Active:
         return self.wants("squared_norms", "squared_gradients")
 
     @cached_property
-    def takes_norms_alone(self) -> bool:
-        """True if none of them has individual gradients formed, or projected: their norms are all that is asked for."""
-        has_statistics = any(type(q).statistics is not Quantity.statistics for q in self)
-        return self.wants("squared_norms") and not self.wants("projections") and not has_statistics
-
-    @cached_property
     def takes_autograds_sums(self) -> bool:
         """True if sums over individual gradients may come from autograd.
 

@@ -6,8 +6,7 @@ quantities reduce the sums of the bucket, and everything of it is freed.
 
 Autograd's sums serve as G where nothing is subtracted, and where squared norms are subtracted as long as their rounding
 is small against the variance. They are known without a walk, so that the second one does all. Ranks see from the same
-pooled numbers where they did not do, and there sum up again in float64; the next steps do so there from the beginning
-(of norms alone, only the Gram matrices need be in float64).
+pooled numbers where they did not do, and there sum up again in float64; see `Doubts` for the next steps.
 """
 
 from __future__ import annotations
@@ -23,7 +22,14 @@ from distcockpit.gradients import kernels
 from distcockpit.gradients.convolution import ConvolutionRule
 from distcockpit.gradients.differences import Gathered
 from distcockpit.gradients.factors import WHOLE, RowWise, rows_of
-from distcockpit.gradients.rounding import Calls, RoundedNorms, calls_by_parameter, doubtful, sums_over_sequences
+from distcockpit.gradients.rounding import (
+    Calls,
+    Doubts,
+    RoundedNorms,
+    calls_by_parameter,
+    doubtful,
+    sums_over_sequences,
+)
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
 from distcockpit.gradients.walk import walk
@@ -33,9 +39,6 @@ from distcockpit.tracking.exchanges import AVERAGED, MEAN, SQUARES, Exchanges, P
 from distcockpit.tracking.inputs import StepInputs
 from distcockpit.tracking.reductions import Reductions
 from distcockpit.tracking.setup import Bucket, Setup
-
-STEPS_IN_DOUBT = 16
-"""For how many tracked steps sums are in float64 from the beginning after float32 did not do."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class BucketWalk:
         norms: The one among them of squared norms, if there is one.
         local_n: B_r.
         reductions: What quantities make of the sums of a bucket.
-        doubted: Parameters whose sums are in float64, and for how many steps; kept up to date.
+        doubts: Where float32 did not do at earlier steps; kept up to date.
         gathered: What statistics read of sharded parameters, to be gathered bucket by bucket.
     """
 
@@ -91,7 +94,7 @@ class BucketWalk:
         norms: SquaredNorms | None,
         local_n: int,
         reductions: Reductions,
-        doubted: dict[str, int],
+        doubts: Doubts,
         gathered: Sequence[Gathered] = (),
     ) -> None:
         self._setup, self._inputs, self._batches, self._exchanges = setup, inputs, batches, exchanges
@@ -100,8 +103,7 @@ class BucketWalk:
         self._values, self._n = inputs.header.state.every, inputs.header.totals.n
         active = inputs.active
         self._projects, self._keeps_all = active.wants("projections"), active.wants("mean_gradient")
-        self._subtracts_squares, self._doubted = active.subtracts_squares, doubted
-        self._only_norms = len(statistics) == 1 and not self._projects
+        self._subtracts_squares, self._doubts = active.subtracts_squares, doubts
         self._rounded = rounded_convolutions(inputs, setup.device)
         self._factor = None if setup.batch_statistics_are_constants else factor_of_autograds(inputs)
         self._scale = scale_of_autograds(inputs) if active.wants("averaged") and setup.shards is not None else 1.0
@@ -112,6 +114,7 @@ class BucketWalk:
         self._mean: dict[str, Tensor] = {}
         self._part_of_mean: dict[str, Tensor] = {}
         self._bounds = nothing.new_zeros(len(self._index), 3)
+        self._from_grams: set[str] = set()
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
         self._room = setup.kept_bytes(beside_update=inputs.update is not None)
 
@@ -145,18 +148,18 @@ class BucketWalk:
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
         sources: Mapping[str, Sequence[RowWise]] = {}
         if self._subtracts_squares and self._factor is not None:
-            sources = sums_over_sequences(self._calls, rows, only_norms=self._only_norms)
+            sources = sums_over_sequences(self._calls, rows)
         own = {
             name: part
             for name in (sources if self._subtracts_squares else rows)
             if self._factor is not None
             and name not in self._rounded
-            and (self._only_norms or name not in self._doubted)
+            and name not in self._doubts.of_sums
             and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
         }
         rounds = self._subtracts_squares and exchanges.rounds
         own = own if rounds or not self._subtracts_squares else {}
-        rounded = RoundedNorms(parameters, {name: sources[name] for name in own if rounds}, self._doubted)
+        rounded = RoundedNorms(parameters, {name: sources[name] for name in own if rounds}, self._doubts.of_grams)
         exact = [name for name in rows if name not in own]
         if exact and MEAN in exchanges.kinds and not inputs.has_calls:
             raise GradientsLost(
@@ -226,6 +229,7 @@ class BucketWalk:
             self._walk(rest, rows, statistics)
         if begun.rounded.values and norms is not None:
             norms.add(begun.rounded)
+            self._from_grams |= begun.rounded.from_grams
             for name in begun.rounded.values:
                 self._bounds[self._index[name]] += begun.rounded.bounds(name)
 
@@ -323,11 +327,8 @@ class BucketWalk:
         again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._mean_squared, self._n)
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
-        for name in [name for name, left in self._doubted.items() if left == 1]:
-            del self._doubted[name]
-        self._doubted.update({name: left - 1 for name, left in self._doubted.items()})
+        self._doubts.settle(again, self._from_grams)
         for name in again:
-            self._doubted[name] = STEPS_IN_DOUBT
             norms.values[name].zero_()
             self._mean_squared[self._index[name]] = 0
             self._onto_rounded.pop(name, None)

@@ -89,7 +89,7 @@ def _local_batches(
         norms,
         len(losses),
         reductions,
-        session.doubted,
+        session.doubts,
         gathered,
     ).walk()
     if update is not None and slopes is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distcockpit.capture.cover import Cover
 from distcockpit.curvature.diagonals import Diagonals
+from distcockpit.gradients.rounding import Doubts
 from distcockpit.notices import Notices
 from distcockpit.replay.memory import give_back, is_out_of_memory
 from distcockpit.shards import is_piece
@@ -50,7 +51,7 @@ class Session:
     is_settled: bool = False  # whether a tracked step was finished
     keeps_calls: bool = False  # whether autograd's sums do not do in this loop
     copies_gradients: bool = False  # whether this loop writes to .grad inside `track`
-    doubted: dict[str, int] = field(default_factory=dict)  # steps left with sums in float64
+    doubts: Doubts = field(default_factory=Doubts)
     forms_early: bool = True  # whether no output was differentiated twice so far
     attribution: Attribution = field(init=False)
     userlog: UserLog = field(init=False)

@@ -293,7 +293,7 @@ class TrackedStep:
             return False
         rows = dict.fromkeys(self._setup.tracked, WHOLE)
         calls = calls_by_parameter([micro.batch for micro in captured])
-        return bool(sums_over_sequences(calls, rows, only_norms=self._active.takes_norms_alone))
+        return bool(sums_over_sequences(calls, rows))
 
     def _header(self, batch_size: int, **numbers: float) -> Header:
         """The first exchange."""
