@@ -247,11 +247,17 @@ class Tied(nn.Module):
         return self.head(self.tokens((x[..., 0] / 40).long() + torch.arange(LENGTH)) * x)
 
 
-def train_tied(rank: int, size: int, group: Any, store: str, noise: float, shards: list[int]) -> tuple[bool, list[str]]:
-    """Tracked steps; whether norms came from all uses together, and what was summed up again."""
-    x, net, together, again = noisy(noise).repeat(1, 1, 4), Tied(), 0, []
+def train_tied(
+    rank: int, size: int, group: Any, store: str, noise: float, shards: list[int], chosen: list[q.Quantity]
+) -> tuple[bool, list[str], bool]:
+    """Tracked steps; whether norms came from all uses together, and what was summed up, again or from the beginning."""
+    x, net, together, again, summed = noisy(noise).repeat(1, 1, 4), Tied(), 0, [], set()
     model = net if group is None else DistributedDataParallel(net, process_group=group)
-    original, original_again = RoundedNorms.uses, buckets.BucketWalk.sum_exactly
+    original, original_again, original_sum = RoundedNorms.uses, buckets.BucketWalk.sum_exactly, GradientSum.__init__
+
+    def summing(self: GradientSum, parameters: dict[str, Tensor], *args: Any, **options: Any) -> None:
+        summed.update(parameters)
+        original_sum(self, parameters, *args, **options)
 
     def uses(self: RoundedNorms, *args: Any) -> None:
         nonlocal together
@@ -262,25 +268,33 @@ def train_tied(rank: int, size: int, group: Any, store: str, noise: float, shard
         again.append(name)
         original_again(self, name, *args)
 
-    RoundedNorms.uses, buckets.BucketWalk.sum_exactly = uses, sum_exactly
+    RoundedNorms.uses, buckets.BucketWalk.sum_exactly, GradientSum.__init__ = uses, sum_exactly, summing
     mine = x[sum(shards[:rank]) : sum(shards[: rank + 1])]
-    chosen = [q.NormTest(), q.GradientNoiseScale(), q.RankDisagreement()]
     options = {"quantities": chosen, "schedule": every(1), "process_group": group}
     try:
         with DistCockpit(model, None, torch.optim.SGD(net.parameters(), 0.0), store=store, **options) as cockpit:
             for step in range(3):
+                summed.clear()  # of earlier steps, which check themselves
                 with cockpit.track(step):
                     cockpit(mine).abs().mean().backward()
     finally:
-        RoundedNorms.uses, buckets.BucketWalk.sum_exactly = original, original_again
-    return together > 0, again
+        RoundedNorms.uses, buckets.BucketWalk.sum_exactly, GradientSum.__init__ = original, original_again, original_sum
+    return together > 0, again, "tokens.weight" in summed
+
+
+NORMS = [q.NormTest(), q.GradientNoiseScale(), q.RankDisagreement()]
 
 
 @pytest.mark.parametrize("noise, is_lost", [(0.3, False), (1e-4, True)])
 @pytest.mark.parametrize("shards", [[9, 15], [1, 0, 20, 3]], ids=str)
-def test_a_tied_embedding(ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int]) -> None:
-    done = ranks.run(len(shards), train_tied, str(tmp_path / "run"), noise, shards)
-    assert done == [(n > 0, ["tokens.weight"] * 2 * is_lost) for n in shards]
+@pytest.mark.parametrize("chosen", [NORMS, [*NORMS, q.InnerTest(), q.GradHist1d()]], ids=["norms", "formed"])
+def test_a_tied_embedding(
+    ranks: Ranks, tmp_path: Path, noise: float, is_lost: bool, shards: list[int], chosen: list[q.Quantity]
+) -> None:
+    done = ranks.run(len(shards), train_tied, str(tmp_path / "run"), noise, shards, chosen)
+    formed = len(chosen) > len(NORMS)
+    times = (1 if formed else 2) * is_lost  # of norms alone, matrices in float64 are tried first
+    assert done == [(n > 0 and not formed, ["tokens.weight"] * times, is_lost or not n) for n in shards]
 
     def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
         return z.abs().sum() / (LENGTH * 80), 1.0
@@ -288,7 +302,8 @@ def test_a_tied_embedding(ranks: Ranks, tmp_path: Path, noise: float, is_lost: b
     net = Tied()
     batch = oracle.batch(net, dict(net.state_dict()), terms, noisy(noise).repeat(1, 1, 4), torch.zeros(N))
     run = open_run(tmp_path / "run")
-    np.testing.assert_allclose(run["norm_test"]["norm_test"], oracle.norm_test(batch), rtol=2e-3)
+    for name in {"norm_test", "inner_test"}.intersection(run.children):
+        np.testing.assert_allclose(run[name][name], getattr(oracle, name)(batch), rtol=2e-3, err_msg=name)
     np.testing.assert_allclose(run["gradient_noise_scale"]["noise"], oracle.noise_scale(batch)[0], rtol=2e-3)
     norms = [norm for norm, *_ in oracle.rank_disagreement(batch, shards)]
     np.testing.assert_allclose(run["rank_disagreement"]["grad_norm"][1], norms, rtol=1e-5)
