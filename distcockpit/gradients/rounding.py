@@ -4,8 +4,9 @@
 cost as much as the matrix products of the backward pass. If V is not small compared to S2, autograd's float32 sums
 serve just as well. Their rounding error is bounded as in Higham and Mary 2019, "A new approach to probabilistic
 rounding error analysis", SIAM J. Sci. Comput. 41, for independent errors: a sum of K products has an error of
-``u sqrt(K)`` times the root of the sum of their squares, with u the unit roundoff. The squares of all products
-of a linear layer on sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
+``u sqrt(K)`` times the root of the sum of their squares, with u the unit roundoff. (Sums of products of one sign may
+exceed that by ``sqrt(K) / 3``; what many of them add up to does not.) The squares of all products of a linear layer on
+sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from distcockpit.gradients.uses import MicroBatch, Use
 
 TOLERANCE = 1e-4
 """The largest share of V that may be rounding, by the bound. Measured errors are some hundred times below the bound."""
+
+SQUARED_ELEMENTS = 1 << 20
+"""Elements of factors that are squared at a time."""
 
 STEPS_IN_DOUBT = 16
 """For how many tracked steps float32 is not tried again where it did not do."""
@@ -59,10 +63,9 @@ def sums_over_sequences(calls: Calls, rows: Mapping[str, slice]) -> dict[str, Se
 
 
 def _are_sums(sources: Sequence[RowWise]) -> bool:
-    """True if some of these are sums of products, and two matrices ``[T, T]`` cost less than one of their shape."""
-    lengths = [source.sizes[0] for source in sources]
-    are_alike = len({source.delta.dtype for source in sources}) == 1
-    return max(lengths) > 1 and are_alike and _pays(sum(lengths), *sources[0].sizes[1:])
+    """True if these are sums of several products, and two matrices ``[T, T]`` cost less than one of their shape."""
+    t = sum(source.sizes[0] for source in sources)
+    return t > 1 and len({source.delta.dtype for source in sources}) == 1 and _pays(t, *sources[0].sizes[1:])
 
 
 def _pays(t: int, o: int, i: int) -> bool:
@@ -73,7 +76,8 @@ def _pays(t: int, o: int, i: int) -> bool:
 class Doubts:
     """The parameters for which float32 did not do, so that the next tracked steps use float64 from the beginning.
 
-    Where norms come from Gram matrices, these are in float64, and all sums where that did not do either.
+    Where norms came from Gram matrices, these are in float64 then. Where that did not do either, or norms came from
+    gradients that were formed, all sums are.
     """
 
     def __init__(self) -> None:
@@ -85,7 +89,7 @@ class Doubts:
 
         Args:
             again: The parameters for which it did not do.
-            grams: Those whose norms came from Gram matrices in float32.
+            grams: Those whose norms came from Gram matrices in float32, on this rank or, if it has no call, on others.
         """
         for doubts, names in ((self.of_grams, set(again) & set(grams)), (self.of_sums, set(again) - set(grams))):
             left = {name: steps - 1 for name, steps in doubts.items() if steps > 1}
@@ -150,12 +154,13 @@ class RoundedNorms(SquaredNorms):
         is_double = name in self._in_double and name in self._squares
         kind = torch.finfo(torch.float64 if is_double else sources[0].delta.dtype)
         spread = of_delta @ of_x
-        # The loss of Gram matrices whose elements are too small for their type, and of products, likewise.
-        underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
         if name in self._squares:
+            # The loss of Gram matrices whose elements are too small for their type.
+            underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
             error = 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
-        else:  # |g + e|^2 - |g|^2, where e are errors of sums of t products
-            error = 2 * unit * (t * spread * squares).sqrt() + unit**2 * t * spread + underflow
+        else:  # |g + e|^2 - |g|^2, where e are errors of sums of t products, some of them too small for their type
+            size = (unit**2 * t * spread).sqrt() + kind.tiny * t * (len(of_delta) // t * o * i) ** 0.5
+            error = 2 * squares.sqrt() * size + size.square()
         return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
 
 
@@ -168,7 +173,8 @@ def _squares_of(factor: Tensor) -> Tensor:
     if factor.dim() == 2:
         return factor.new_ones(factor.numel(), dtype=torch.float64)
     rows = factor.flatten(0, 1)
-    return kernels.inner_rows(rows, rows)
+    parts = rows.split(max(1, SQUARED_ELEMENTS // max(1, rows.shape[1])))  # which may be copied
+    return torch.cat([kernels.inner_rows(part, part) for part in parts])
 
 
 def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> list[str]:

@@ -150,8 +150,9 @@ class _Group:
             left = [s for s in statistics if not (s.goes_along and self._along(s))]
         if not left:
             return {}
-        names = [name for name in self._names if not (self._from_factors(name, left) or self._from_uses(name, left))]
-        if names and self._from_rows(left):
+        ways = (self._from_factors, self._from_uses, self._from_rows)
+        names = [name for name in self._names if not any(feeds(name, left) for feeds in ways)]
+        if not names:
             return {}
         materialized: Materialized = defaultdict(list)
         pays = forms_blocks or any(statistic.goes_along for statistic in left)
@@ -171,16 +172,32 @@ class _Group:
 
     def _forms_blocks(self, statistics: Sequence[Statistic]) -> bool:
         """True if most of the individual gradients will be formed for these statistics."""
-        if len(self._uses) != 1:
-            return True
-        formed = [n for n in self._names if n not in self._factors or not self._prefer(statistics, self._factors[n])]
+        takes = (self._takes_factors, self._takes_uses, self._takes_rows)
+        formed = [name for name in self._names if not any(take(name, statistics) for take in takes)]
         sizes = {name: self._shapes[name].numel() for name in self._names}
         return 2 * sum(sizes[name] for name in formed) > sum(sizes.values())
 
-    def _prefer(self, statistics: Sequence[Statistic], factors: Factors) -> bool:
+    def _takes_factors(self, name: str, statistics: Sequence[Statistic]) -> bool:
         """True if all of these take the factors rather than the products."""
-        takes = self._rows is None or all(statistic.takes_some_rows for statistic in statistics)
-        return takes and all(statistic.prefers_factors(*factors.sizes) for statistic in statistics)
+        if name not in self._factors:
+            return False
+        sizes = self._factors[name].sizes
+        return self._take_some(statistics) and all(statistic.prefers_factors(*sizes) for statistic in statistics)
+
+    def _takes_uses(self, name: str, statistics: Sequence[Statistic]) -> bool:
+        """True if all of these take the factors of all uses together."""
+        sources = self._sources.get(name, ())
+        return bool(sources) and self._take_some(statistics) and all(s.prefers_uses(sources) for s in statistics)
+
+    def _takes_rows(self, name: str, statistics: Sequence[Statistic]) -> bool:
+        """True if there are few nonzero rows, and all of these take them."""
+        sources = self._sources.get(name, ())
+        are_few = len(sources) == 1 and isinstance(sources[0], Occurrences)
+        return are_few and self._take_some(statistics) and all(statistic.takes_rows for statistic in statistics)
+
+    def _take_some(self, statistics: Sequence[Statistic]) -> bool:
+        """True unless only some rows are walked over, and not all of these take them as if they were the whole."""
+        return self._rows is None or all(statistic.takes_some_rows for statistic in statistics)
 
     def _along(self, statistic: Statistic) -> bool:
         """True if the statistic got what it needs from whole uses."""
@@ -202,24 +219,23 @@ class _Group:
             statistic.take(values, self._numbered(slice(0, self._batch_size)))
         return True
 
-    def _from_rows(self, statistics: Sequence[Statistic]) -> bool:
+    def _from_rows(self, name: str, statistics: Sequence[Statistic]) -> bool:
         """Feed the nonzero rows, if there are few and every statistic takes them."""
-        source = self._sources.get(self._names[0], [None])
-        if len(source) != 1 or not isinstance(source[0], Occurrences):
+        if not self._takes_rows(name, statistics):
             return False
-        if not all(s.takes_rows and (self._rows is None or s.takes_some_rows) for s in statistics):
-            return False
-        for samples in self._pieces(source[0].delta[:1].numel()):
-            rows = source[0].rows(samples)
+        (source,) = self._sources[name]
+        assert isinstance(source, Occurrences)
+        for samples in self._pieces(source.delta[:1].numel()):
+            rows = source.rows(samples)
             for statistic in statistics:
-                statistic.rows(self._names[0], rows)
+                statistic.rows(name, rows)
         return True
 
     def _from_factors(self, name: str, statistics: Sequence[Statistic]) -> bool:
         """Feed the factors, if there are any and no statistic needs the products."""
-        factors = self._factors.get(name)
-        if factors is None or not self._prefer(statistics, factors):
+        if not self._takes_factors(name, statistics):
             return False
+        factors = self._factors[name]
         t, o, i = factors.sizes
         for samples in self._pieces(0 if t == 1 else t * (o + i)):
             delta, x = factors.pair(samples)
@@ -232,11 +248,9 @@ class _Group:
 
     def _from_uses(self, name: str, statistics: Sequence[Statistic]) -> bool:
         """Feed the factors of all uses together, if every statistic prefers them."""
-        sources = self._sources.get(name, ())
-        if not sources or not all(
-            s.prefers_uses(sources) and (self._rows is None or s.takes_some_rows) for s in statistics
-        ):
+        if not self._takes_uses(name, statistics):
             return False
+        sources = self._sources[name]
         for samples in self._pieces(sum(t * (o + i) for t, o, i in (source.sizes for source in sources))):
             pairs = [source.pair(samples) for source in sources]
             for statistic in statistics:

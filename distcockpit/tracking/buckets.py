@@ -114,7 +114,7 @@ class BucketWalk:
         self._mean: dict[str, Tensor] = {}
         self._part_of_mean: dict[str, Tensor] = {}
         self._bounds = nothing.new_zeros(len(self._index), 3)
-        self._from_grams: set[str] = set()
+        self._grams: set[str] = set()  # the parameters whose norms come from Gram matrices in float32
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
         self._room = setup.kept_bytes(beside_update=inputs.update is not None)
 
@@ -148,13 +148,13 @@ class BucketWalk:
         parameters = {name: rows_of(self._values[name], part) for name, part in rows.items()}
         sources: Mapping[str, Sequence[RowWise]] = {}
         if self._subtracts_squares and self._factor is not None:
-            sources = sums_over_sequences(self._calls, rows)
+            doubts = self._doubts.of_sums
+            sources = sums_over_sequences(self._calls, {n: part for n, part in rows.items() if n not in doubts})
         own = {
             name: part
             for name in (sources if self._subtracts_squares else rows)
             if self._factor is not None
             and name not in self._rounded
-            and name not in self._doubts.of_sums
             and (part := inputs.parameter_gradients.times(self._factor, name, rows[name])) is not None
         }
         rounds = self._subtracts_squares and exchanges.rounds
@@ -229,7 +229,7 @@ class BucketWalk:
             self._walk(rest, rows, statistics)
         if begun.rounded.values and norms is not None:
             norms.add(begun.rounded)
-            self._from_grams |= begun.rounded.from_grams
+            self._grams |= begun.rounded.from_grams
             for name in begun.rounded.values:
                 self._bounds[self._index[name]] += begun.rounded.bounds(name)
 
@@ -324,10 +324,12 @@ class BucketWalk:
 
     def _sum_again(self, norms: SquaredNorms) -> None:
         """Replace sums whose rounding is not small against the variance by sums in float64; all ranks do so alike."""
-        again = doubtful(list(self._index), self._exchanges.pool_bounds(self._bounds), self._mean_squared, self._n)
+        self._bounds[:, 0] = norms.flat  # also of what this rank sums up exactly, and others do not
+        pooled = self._exchanges.pool_bounds(self._bounds)
+        again = self._setup.world.insist(lambda: doubtful(list(self._index), pooled, self._mean_squared, self._n))
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
-        self._doubts.settle(again, self._from_grams)
+        self._doubts.settle(again, self._grams | {name for name in again if name not in self._calls})
         for name in again:
             norms.values[name].zero_()
             self._mean_squared[self._index[name]] = 0
