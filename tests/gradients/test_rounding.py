@@ -318,3 +318,26 @@ def test_a_tied_embedding(
     np.testing.assert_allclose(run["gradient_noise_scale"]["noise"], oracle.noise_scale(batch)[0], rtol=2e-3)
     norms = [norm for norm, *_ in oracle.rank_disagreement(batch, shards)]
     np.testing.assert_allclose(run["rank_disagreement"]["grad_norm"][1], norms, rtol=1e-5)
+
+
+def test_an_embedding_is_not_formed_beside_a_projection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms follow from the rows that it has, and projections from the derivative of its output."""
+    formed, prepared = [], Occurrences.prepared
+    monkeypatch.setattr(Occurrences, "prepared", lambda self, samples: formed.append(1) or prepared(self, samples))
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Embedding(500, 8), nn.Tanh()), torch.randint(500, (N, LENGTH))
+    chosen = [q.NormTest(), q.InnerTest(), q.OrthoTest()]
+    with DistCockpit(net, store=tmp_path / "run", quantities=chosen, schedule=every(1)) as cockpit:
+        for step in range(3):
+            formed.clear()  # by earlier steps, which check themselves
+            with cockpit.track(step):
+                cockpit(x).square().mean().backward()
+    assert not formed
+
+    def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        return z.square().sum() / (LENGTH * 8), 1.0
+
+    batch = oracle.batch(net, dict(net.state_dict()), terms, x, torch.zeros(N))
+    run = open_run(tmp_path / "run")
+    for name in NAMES:
+        np.testing.assert_allclose(run[name][name], getattr(oracle, name)(batch), rtol=1e-4, err_msg=name)
