@@ -11,8 +11,6 @@ from torch import Tensor
 from distcockpit.gradients import kernels
 from distcockpit.gradients.factors import WHOLE, rows_of
 
-CACHED_ELEMENTS = 1 << 19  # 2 MiB of float32: what is subtracted is squared while it is in cache
-
 
 class ByRows(Mapping[str, Tensor]):
     """Tensors by parameter, any rows of which can be had without the others."""
@@ -25,6 +23,10 @@ class ByRows(Mapping[str, Tensor]):
     @abstractmethod
     def rows(self, name: str, rows: slice) -> Tensor:
         """Return some rows."""
+
+    def inner_rows(self, values: Tensor, name: str, rows: slice) -> Tensor:
+        """Return inner products of ``values [N, D]`` with the D elements of some rows, float64 ``[N]``."""
+        return kernels.inner_rows(values, self.rows(name, rows).reshape(-1))
 
 
 class Gathered(ByRows):
@@ -98,18 +100,18 @@ class Differences(ByRows):
         return next(iter(self._after.values())).device
 
     def squared_norm(self, name: str) -> Tensor:
-        """Return the sum of all squares, float64; nothing whole is formed that is not kept, and it is added up once."""
+        """Return the sum of all squares, float64; it is added up once."""
         if name not in self._squares:
-            self._squares[name] = self._squared_norm(name)
+            pair = self._pair(name, WHOLE)
+            self._squares[name] = kernels.squared_norm(self[name]) if self._keep else kernels.squared_distance(*pair)
         return self._squares[name]
 
-    def _squared_norm(self, name: str) -> Tensor:
-        after = self._after[name]
-        if self._keep or not after.is_cpu or after.numel() <= CACHED_ELEMENTS:
-            return kernels.squared_norm(self[name])
-        rows = max(1, CACHED_ELEMENTS * len(after) // after.numel())
-        parts = (slice(first, first + rows) for first in range(0, len(after), rows))
-        return torch.stack([kernels.squared_norm(self._subtract(name, part)) for part in parts]).sum()
+    def inner_rows(self, values: Tensor, name: str, rows: slice) -> Tensor:
+        """Return inner products of ``values [N, D]`` with the D elements of some rows, float64 ``[N]``."""
+        if self._keep:
+            return super().inner_rows(values, name, rows)
+        after, before = (t.reshape(-1) for t in self._pair(name, rows))
+        return kernels.inner_rows_with_difference(values, after, before)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._kept:
@@ -133,8 +135,12 @@ class Differences(ByRows):
         """The differences that are kept."""
         return self._kept.values()
 
-    def _subtract(self, name: str, rows: slice) -> Tensor:
+    def _pair(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
         after, before = (rows_of(each[name].detach(), rows) for each in (self._after, self._before))
+        return after, before
+
+    def _subtract(self, name: str, rows: slice) -> Tensor:
+        after, before = self._pair(name, rows)
         kind = torch.promote_types(after.dtype, torch.float32)
         return after.to(kind) - before.to(kind)
 

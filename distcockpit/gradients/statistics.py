@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distcockpit.gradients import kernels
 from distcockpit.gradients.differences import ByRows
-from distcockpit.gradients.factors import WHOLE, Rows, RowWise, grams
+from distcockpit.gradients.factors import WHOLE, Rows, RowWise, grams, rows_of
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.uses import Use
 from distcockpit.replay.devices import sent
@@ -309,13 +309,13 @@ class Projection(Statistic):
 
     def _rows(self, name: str, part: slice) -> Tensor:
         """Return some rows of the direction, given as rows of the parameter."""
-        if part == WHOLE:
-            return self.direction[name]
+        some, direction = self._place(name, part), self.direction
+        return direction.rows(name, some) if isinstance(direction, ByRows) else rows_of(direction[name], some)
+
+    def _place(self, name: str, part: slice) -> slice:
+        """Return where the direction has these rows of the parameter."""
         first = (self._first or {}).get(name, 0)
-        some = slice(part.start - first, part.stop - first)
-        if isinstance(self.direction, ByRows):
-            return self.direction.rows(name, some)
-        return self.direction[name][some]
+        return part if part == WHOLE else slice(part.start - first, part.stop - first)
 
     def take(self, values: Tensor, samples: slice) -> None:
         """Projections add up over layers."""
@@ -329,8 +329,12 @@ class Projection(Statistic):
     def block(self, name: str, gradients: Tensor, samples: slice, part: slice = WHOLE) -> None:
         """The inner product itself."""
         rows = gradients.reshape(len(gradients), math.prod(gradients.shape[1:]))
-        direction = self._rows(name, part).reshape(-1)
-        self.values[self._part[name], samples] += kernels.inner_rows(rows, direction)
+        some, direction = self._place(name, part), self.direction
+        if isinstance(direction, ByRows):
+            along = direction.inner_rows(rows, name, some)
+        else:
+            along = kernels.inner_rows(rows, rows_of(direction[name], some).reshape(-1))
+        self.values[self._part[name], samples] += along
 
 
 class AbsMax(Statistic):

@@ -186,6 +186,12 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
         numba_cpu.add_powers(*found, rows)
         reference.add_powers(*expected, rows)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+        for call, given in (
+            ("squared_distance", (rows, rows.flip(1) + 0.5)),
+            *[("inner_rows_with_difference", (rows, rows[0].double() + 1, rows[0].double())) for _ in rows[:1]],
+        ):
+            one, other = (getattr(kernel, call)(*given) for kernel in (numba_cpu, reference))
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=0.0)
         found, expected = (kernel.signal_to_noise(*expected, 7, 0.1) for kernel in (numba_cpu, reference))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
 
@@ -265,6 +271,8 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
         found = kernel.signal_to_noise(mean, squares, max(1, len(values)), 0.25)
         ratios = mean.square() / (squares / max(1, len(values)) - mean.square() + 0.25)
         torch.testing.assert_close(found, ratios.sum(), rtol=1e-9, atol=0.0, equal_nan=True)
+        expected = (exact - other.double()).square().sum()
+        torch.testing.assert_close(kernel.squared_distance(values, other), expected, rtol=1e-5, atol=0.0)
         pairs = [values, values[:0], values.double()], [other, other[:0], values]  # also of two types
         expected = torch.stack([(exact * other.double()).sum(), exact.new_zeros(()), exact.square().sum()])
         torch.testing.assert_close(kernel.inner_products(*pairs), expected, rtol=1e-11, atol=1e-8)
@@ -273,7 +281,24 @@ def test_sums_in_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
         if len(values):
             expected = exact @ other[0].double()
             torch.testing.assert_close(kernel.inner_rows(values, other[0]), expected, rtol=1e-11, atol=1e-8)
+            for kind in (torch.float32, torch.float64):  # of the parameters
+                start = torch.ones_like(other[0], dtype=kind)
+                end = start + 1e-3 * other[0].to(kind)
+                found = kernel.inner_rows_with_difference(values, end, start)
+                expected = exact @ (end - start).double()
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-8)
     assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_distances_in_any_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of many elements, of which only some are converted at a time."""
+    monkeypatch.setattr(reference, "CHUNK", 7)
+    start = torch.linspace(-1, 1, 30).view(5, 6).to(dtype)
+    end = (start * 1.02).to(dtype).requires_grad_()
+    expected = (end.double() - start.double()).square().sum().detach()
+    torch.testing.assert_close(kernels.squared_distance(end, start), expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(kernels.squared_distance(end[:, :0], start[:, :0]), expected.new_zeros(()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -201,6 +201,13 @@ def squared_norm(values: Tensor) -> Tensor:
     return _implementation(values).squared_norm(values)
 
 
+def squared_distance(values: Tensor, others: Tensor) -> Tensor:
+    """Return ``|values - others|^2``, in float64; a number. They have the same type, and are not copied as a whole."""
+    values, others = values.detach(), others.detach()
+    implementation = _implementation(values) if values.dtype in BINNED else reference
+    return implementation.squared_distance(values, others)
+
+
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of all squares of each tensor, see `squared_norm`: float64 ``[len(tensors)]``, at least one."""
     return _implementation(tensors[0]).squared_norms([binnable(t) for t in tensors])
@@ -220,6 +227,18 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     """
     values, others = binnable(values), binnable(others)
     return _implementation(values).inner_rows(values, others)
+
+
+def inner_rows_with_difference(values: Tensor, after: Tensor, before: Tensor) -> Tensor:
+    """Return ``<values[n], after - before>``, in float64: ``[N]``. Compiled loops do not store the difference.
+
+    Args:
+        values: Shape ``[N, D]``.
+        after: Shape ``[D]``.
+        before: Likewise, and of the same type.
+    """
+    values, after, before = binnable(values), binnable(after), binnable(before)
+    return _implementation(values).inner_rows_with_difference(values, after, before)
 
 
 def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
@@ -272,6 +291,8 @@ def _exercise() -> Iterator[str]:
         (count_small, (values.view(4, 6, 1), 0.0)),
         *((count_nonfinite, (each,)) for each in (values, wide)),
         *((inner_rows, (first, second)) for first, second in ((values, values), (wide, wide), (values, wide))),
+        (squared_distance, (values, values)),
+        (inner_rows_with_difference, (values, values[0], values[1])),
     ]
     for k, (call, arguments) in enumerate(calls):
         yield f"{k} of {len(calls)}"

@@ -172,6 +172,15 @@ def squared_norm(values: Tensor) -> Tensor:
     return _inner_rows(values, values, 1, values.numel(), 1)[0]
 
 
+def squared_distance(values: Tensor, others: Tensor) -> Tensor:
+    """Return the squared length of the difference, float64."""
+    n, parts = values.numel(), _members(values.numel() * ADDED)
+    sums = torch.empty(parts, dtype=torch.float64, device="cpu")
+    loop = teams.squared_distance(KINDS[values.dtype])
+    _run(loop, (parts, n), (values.contiguous(), others.contiguous(), sums))
+    return sums.sum()
+
+
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of all squares of each tensor, float64."""
     return inner_products(tensors, tensors)
@@ -187,6 +196,16 @@ def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     """Return inner products of rows, float64 ``[N]``."""
     n, d = values.shape
     return _inner_rows(values, others, n, d, 1 if others.dim() == 1 else n)
+
+
+def inner_rows_with_difference(values: Tensor, after: Tensor, before: Tensor) -> Tensor:
+    """Return inner products of rows with a difference, float64 ``[N]``."""
+    n, d = values.shape
+    parts = _members(n * d * ADDED)
+    sums = torch.empty(parts, n, dtype=torch.float64, device="cpu")
+    loop = teams.inner_rows_with_difference(KINDS[values.dtype], KINDS[after.dtype])
+    _run(loop, (parts, n, d), (values.contiguous(), after.contiguous(), before.contiguous(), sums))
+    return sums.sum(0)
 
 
 def _inner_rows(values: Tensor, others: Tensor, n: int, d: int, m: int) -> Tensor:

@@ -241,6 +241,25 @@ def inner(first, second):
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def inner_with_difference(values, after, before):
+    """Return the inner product of a vector and a difference, in float64."""
+    total = np.float64(0.0)
+    for i in range(values.size):
+        total += np.float64(values[i]) * (np.float64(after[i]) - np.float64(before[i]))
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+def squared_distance(first, second):
+    """Return the squared length of the difference of two vectors, in float64."""
+    total = np.float64(0.0)
+    for i in range(first.size):
+        difference = np.float64(first[i]) - np.float64(second[i])
+        total += difference * difference
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def signal_to_noise(mean, squares, share, epsilon):
     """Return the sum over elements of the squared mean over the variance, with the share 1/n of each sample."""
     total = np.float64(0.0)

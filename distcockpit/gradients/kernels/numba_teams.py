@@ -62,6 +62,48 @@ def inner_rows(first: np.dtype, second: np.dtype) -> Any:
 
 
 @cache
+def squared_distance(kind: np.dtype) -> Any:
+    """Squared lengths of ``values [n] - others [n]``, in parts of elements.
+
+    Task: parts, n, values, others, sums float64 ``[parts]``.
+    """
+
+    @_team
+    def run(data):
+        task = carray(data, (8,), np.int64)
+        parts, n = task[0], task[1]
+        values, others = carray(_at(task[2]), (n,), kind), carray(_at(task[3]), (n,), kind)
+        sums = carray(_at(task[4]), (parts,), np.float64)
+        for k in range(_thread(), parts, _threads()):
+            some = slice(n * k // parts, n * (k + 1) // parts)
+            sums[k] = loops.squared_distance(values[some], others[some])
+
+    return run
+
+
+@cache
+def inner_rows_with_difference(kind: np.dtype, of_both: np.dtype) -> Any:
+    """Inner products of rows ``values [n, d]`` with ``after [d] - before [d]``, in parts of columns.
+
+    Task: parts, n, d, values, after, before, sums float64 ``[parts, n]``.
+    """
+
+    @_team
+    def run(data):
+        task = carray(data, (8,), np.int64)
+        parts, n, d = task[0], task[1], task[2]
+        values = carray(_at(task[3]), (n, d), kind)
+        after, before = carray(_at(task[4]), (d,), of_both), carray(_at(task[5]), (d,), of_both)
+        sums = carray(_at(task[6]), (parts, n), np.float64)
+        for k in range(_thread(), parts, _threads()):
+            some = slice(d * k // parts, d * (k + 1) // parts)
+            for i in range(n):
+                sums[k, i] = loops.inner_with_difference(values[i, some], after[some], before[some])
+
+    return run
+
+
+@cache
 def add_powers(kind: np.dtype) -> Any:
     """Sums and sums of squares over rows of ``values [n, d]``, in parts of columns.
 

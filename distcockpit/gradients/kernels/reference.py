@@ -75,6 +75,15 @@ def squared_norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64).square()
 
 
+def squared_distance(values: Tensor, others: Tensor) -> Tensor:
+    """Return the squared length of the difference, float64."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for some, other in zip(values.reshape(-1).split(CHUNK), others.reshape(-1).split(CHUNK), strict=True):
+        kind = torch.promote_types(some.dtype, torch.float32)
+        total += squared_norm(some.to(kind) - other.to(kind))
+    return total
+
+
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of all squares of each tensor, float64."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square()
@@ -89,6 +98,11 @@ def inner_products(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tenso
 def inner_rows(values: Tensor, others: Tensor) -> Tensor:
     """Return inner products of rows, float64 ``[N]``."""
     return torch.linalg.vecdot(values.double(), others.double())
+
+
+def inner_rows_with_difference(values: Tensor, after: Tensor, before: Tensor) -> Tensor:
+    """Return inner products of rows with a difference, float64 ``[N]``."""
+    return inner_rows(values, after - before)
 
 
 def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
