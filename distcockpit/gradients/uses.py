@@ -7,8 +7,10 @@ stored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -240,6 +242,15 @@ class MicroBatch:
     batch_size: int
     uses: list[Use]
     materialized: Materialized = field(default_factory=dict)  # what a walk kept for the next one
+
+    @cached_property
+    def by_parameter(self) -> Mapping[str, Sequence[Use]]:
+        """The uses of each parameter that has any; asked for at every bucket."""
+        found: dict[str, list[Use]] = defaultdict(list)
+        for use in self.uses:
+            for name in use.layer.parameters.values():
+                found[name].append(use)
+        return found
 
     def what_is_needed(self) -> MicroBatch:
         """Return a copy without the uses that no walk needs any more because their gradients were formed."""

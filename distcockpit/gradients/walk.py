@@ -91,14 +91,9 @@ class _UseTuple(tuple[Use, ...]):
 
 def _grouped(batch: MicroBatch, tracked: Sequence[str]) -> list[tuple[Sequence[Use], list[str]]]:
     """Group parameters that have the same uses, usually a weight and its bias."""
-    uses: dict[str, list[Use]] = {name: [] for name in tracked}
-    for use in batch.uses:
-        for name in use.layer.parameters.values():
-            if name in uses:
-                uses[name].append(use)
     groups: dict[_UseTuple, list[str]] = defaultdict(list)
-    for name, used in uses.items():
-        groups[_UseTuple(used)].append(name)
+    for name in tracked:
+        groups[_UseTuple(batch.by_parameter.get(name, ()))].append(name)
     return list(groups.items())
 
 
