@@ -187,8 +187,8 @@ def test_large_work_is_shared_out(n: int, monkeypatch: pytest.MonkeyPatch) -> No
         reference.add_powers(*expected, rows)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
         ends = products[0].double().nan_to_num(0.5, 2.0, -2.0), torch.ones(products.shape[1], dtype=torch.float64)
-        for call, given in (("squared_distance", (rows, rows.flip(1))), ("inner_rows_with_difference", (rows, *ends))):
-            one, other = (getattr(kernel, call)(*given) for kernel in (numba_cpu, reference))
+        for call, args in (("squared_distance", (rows, rows.flip(1))), ("inner_rows_with_difference", (rows, *ends))):
+            one, other = (getattr(kernel, call)(*args) for kernel in (numba_cpu, reference))
             torch.testing.assert_close(one, other, rtol=1e-5, atol=0.0)
         found, expected = (kernel.signal_to_noise(*expected, 7, 0.1) for kernel in (numba_cpu, reference))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
