@@ -15,7 +15,7 @@ from distcockpit.gradients.statistics import Statistic
 from distcockpit.gradients.uses import Materialized, MicroBatch, Use
 
 BLOCK_ELEMENTS = 1 << 23  # 32 MiB of float32: smaller blocks give matrix products too little work
-CACHED_ELEMENTS = 400_000  # per thread: products that fit its cache along with float64 sums, when statistics read them
+CACHED_ELEMENTS = 800_000  # per thread: products that are mostly in its cache when statistics read them
 FEWEST_ROWS = 32  # of products, to keep matrix products fast
 
 
