@@ -299,6 +299,20 @@ def test_distances_in_any_precision(dtype: torch.dtype, monkeypatch: pytest.Monk
     torch.testing.assert_close(kernels.squared_distance(end[:, :0], start[:, :0]), expected.new_zeros(()))
 
 
+@pytest.mark.parametrize("types", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_a_difference_of_two_types(types: tuple[torch.dtype, torch.dtype]) -> None:
+    """As of a model that was converted since; and what has changed its shape is no difference, but an error."""
+    end, start = (torch.linspace(low, 2, 30).to(kind) for low, kind in zip((-1.0, 1.0), types, strict=True))
+    difference, rows = end.double() - start.double(), torch.linspace(0, 1, 60).view(2, 30)
+    torch.testing.assert_close(kernels.squared_distance(end, start), difference.square().sum(), rtol=1e-12, atol=0.0)
+    found = kernels.inner_rows_with_difference(rows, end, start)
+    torch.testing.assert_close(found, rows.double() @ difference, rtol=1e-12, atol=0.0)
+    with pytest.raises(ValueError, match=r"shapes \(30,\) and \(29,\)"):
+        kernels.squared_distance(end, start[1:])
+    with pytest.raises(ValueError, match=r"shapes \(30,\) and \(29,\)"):
+        kernels.inner_rows_with_difference(rows, end, start[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "shape", [(0, 3, 1), (4, 3, 1), (5, 7, 2), (1, 3, 1300), (600, 400, 1), (40, 5, 1200), (2, 0, 3)]

@@ -202,8 +202,12 @@ def squared_norm(values: Tensor) -> Tensor:
 
 
 def squared_distance(values: Tensor, others: Tensor) -> Tensor:
-    """Return ``|values - others|^2``, in float64; a number. They have the same type, and are not copied as a whole."""
-    values, others = values.detach(), others.detach()
+    """Return ``|values - others|^2``, in float64; a number. If they have the same type, they are not copied as a whole.
+
+    Raises:
+        ValueError: If their shapes differ.
+    """
+    values, others = _of_one_type(values, others)
     implementation = _implementation(values) if values.dtype in BINNED else reference
     return implementation.squared_distance(values, others)
 
@@ -235,10 +239,26 @@ def inner_rows_with_difference(values: Tensor, after: Tensor, before: Tensor) ->
     Args:
         values: Shape ``[N, D]``.
         after: Shape ``[D]``.
-        before: Likewise, and of the same type.
+        before: Likewise.
+
+    Raises:
+        ValueError: If the shapes of the last two differ.
     """
+    after, before = _of_one_type(after, before)
     values, after, before = binnable(values), binnable(after), binnable(before)
     return _implementation(values).inner_rows_with_difference(values, after, before)
+
+
+def _of_one_type(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in a type that holds both: compiled loops read the memory of the second like that of the first.
+
+    Raises:
+        ValueError: If their shapes differ.
+    """
+    if first.shape != second.shape:
+        raise ValueError(f"The difference of tensors of shapes {tuple(first.shape)} and {tuple(second.shape)}.")
+    kind = torch.promote_types(first.dtype, second.dtype)
+    return first.detach().to(kind), second.detach().to(kind)
 
 
 def add_powers(sums: Tensor, squares: Tensor, values: Tensor) -> None:
