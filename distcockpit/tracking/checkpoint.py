@@ -212,6 +212,7 @@ def _started(session: Session, state: Mapping[str, Any], same_ranks: bool) -> St
         slopes=slopes.to(setup.device),
         norm=state["norm"],
         inputs_were_changed=any(bool(part["inputs_changed"]) for part in mine),
+        keeps_displacement=setup.may_copy_parameters,  # so that all is added up in the same order
     )
 
 

@@ -242,19 +242,19 @@ def inner(first, second):
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def inner_with_difference(values, after, before):
-    """Return the inner product of a vector and a difference, in float64."""
+    """Return the inner product of a vector and a difference, in float64; differences are rounded to their type."""
     total = np.float64(0.0)
     for i in range(values.size):
-        total += np.float64(values[i]) * (np.float64(after[i]) - np.float64(before[i]))
+        total += np.float64(values[i]) * np.float64(after[i] - before[i])
     return total
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def squared_distance(first, second):
-    """Return the squared length of the difference of two vectors, in float64."""
+    """Return the squared length of the difference of two vectors, in float64, likewise."""
     total = np.float64(0.0)
     for i in range(first.size):
-        difference = np.float64(first[i]) - np.float64(second[i])
+        difference = np.float64(first[i] - second[i])
         total += difference * difference
     return total
 
