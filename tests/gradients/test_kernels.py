@@ -295,7 +295,7 @@ def test_distances_in_any_precision(dtype: torch.dtype, monkeypatch: pytest.Monk
     start = torch.linspace(-1, 1, 30).view(5, 6).to(dtype)
     end = (start * 1.02).to(dtype).requires_grad_()
     expected = (end.double() - start.double()).square().sum().detach()
-    torch.testing.assert_close(kernels.squared_distance(end, start), expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(kernels.squared_distance(end, start), expected, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(kernels.squared_distance(end[:, :0], start[:, :0]), expected.new_zeros(()))
 
 
