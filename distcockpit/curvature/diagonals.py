@@ -8,6 +8,7 @@ afterwards.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,9 @@ from torch.fx import GraphModule
 
 from distcockpit.capture.wrapped import has_children
 from distcockpit.curvature.chain import Chain, NoChainError
-from distcockpit.curvature.convolutions import CONVOLUTIONS, weight_diagonal
 from distcockpit.curvature.hutchinson import gauss_newton_product
 from distcockpit.curvature.lanczos import twice_differentiable_loss
+from distcockpit.curvature.weights import CONVOLUTIONS, weight_diagonal, weight_trace
 from distcockpit.losses.captured import CapturedMicroBatch
 from distcockpit.losses.rerun import replayed_loss
 from distcockpit.replay.rng import set_seed
@@ -45,22 +46,25 @@ class Curvature:
         kind: One of ``KINDS``.
         mc_samples: Draws per sample for ``diag_ggn_mc``.
         seed: Base seed of these draws; actual seeds differ per step, rank and micro-batch.
+        summed: Whether the sum over each parameter is enough, which takes less.
     """
 
     kind: str = "diag_h"
     mc_samples: int = 1
     seed: int = 0
+    summed: bool = False
 
     def extension(self) -> extensions.backprop_extension.BackpropExtension:
-        """BackPACK's extension; the kernels of convolutions get their diagonal from `weight_diagonal`."""
+        """BackPACK's extension; the weights of some layers get their diagonal, or its sum, from us."""
         if self.kind == "diag_h":
             extension = extensions.DiagHessian()
         elif self.kind == "diag_ggn_exact":
             extension = extensions.DiagGGNExact()
         else:
             extension = extensions.DiagGGNMC(mc_samples=self.mc_samples)
-        for kind in CONVOLUTIONS:
-            extension._BackpropExtension__module_extensions[kind].weight = weight_diagonal
+        weight = weight_trace if self.summed else weight_diagonal
+        for kind in (*CONVOLUTIONS, nn.Linear) if self.summed else CONVOLUTIONS:
+            extension._BackpropExtension__module_extensions[kind].weight = weight
         return extension
 
 
@@ -105,29 +109,37 @@ class Diagonals:
             seeds: One seed per micro-batch.
 
         Returns:
-            float64 tensors of the parameters' shapes, by name; parameters that the loss does not depend on are zero.
+            float64 tensors by name, of the parameters' shapes or, if summed, numbers; parameters that the loss does not
+            depend on are zero.
 
         Raises:
             RuntimeError: If BackPACK does not support the model.
         """
         trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainable.items()}
+        shapes = {name: () if curvature.summed else p.shape for name, p in trainable.items()}
+        total: dict[str, Tensor] = {}
         for micro, seed in zip(captured, seeds, strict=True):
             if not micro.weight:
                 continue
             try:
                 diagonal = self._of(curvature, micro, seed, trainable)
             except Exception as error:
-                if micro.is_broken:  # e.g. draws from NaN probabilities
-                    total = {name: torch.full_like(t, float("nan")) for name, t in total.items()}
-                    continue
-                raise RuntimeError(
-                    f"curvature={curvature.kind!r} could not be computed for {type(self._model).__name__}: {error} "
-                    f"BackPACK needs a model that is a chain of modules it supports. {WAY_OUT}"
-                ) from error
+                if not micro.is_broken:
+                    raise RuntimeError(
+                        f"curvature={curvature.kind!r} could not be computed for {type(self._model).__name__}: {error} "
+                        f"BackPACK needs a model that is a chain of modules it supports. {WAY_OUT}"
+                    ) from error
+                # e.g. draws from NaN probabilities
+                nan = torch.full((), math.nan, dtype=torch.float64, device=next(iter(trainable.values())).device)
+                diagonal = {name: nan.expand(shape) for name, shape in shapes.items()}
             for name, result in diagonal.items():
-                total[name] += result.double() * micro.scale.divisor
-        return total
+                own = result.sum(dtype=torch.float64) if curvature.summed else result.double()
+                own = own * micro.scale.divisor
+                total[name] = total[name].add_(own) if name in total else own
+        return {
+            name: total[name] if name in total else p.new_zeros(shapes[name], dtype=torch.float64)
+            for name, p in trainable.items()
+        }
 
     def _of(
         self, curvature: Curvature, micro: CapturedMicroBatch, seed: int, parameters: Mapping[str, nn.Parameter]

@@ -38,7 +38,7 @@ class Needs:
         squared_norms: The sums of ``|g_i|^2``, by parameter.
         projections: ``<g_i, G>`` of every sample; includes G.
         squared_gradients: The pooled sums of ``g_i^2``, element by element, in ``BucketSums.shard``.
-        curvature: A diagonal of the curvature.
+        curvature: A diagonal of the curvature, or its sum over each parameter.
         pooled_curvature: The same, pooled element by element, in ``BucketSums.shard``.
         trace: Estimates of traces of the curvature.
         eigenvalue: An eigenvalue of the pooled Hessian.
@@ -300,7 +300,7 @@ class LocalBatch(_Pooled):
     sizes: Mapping[str, int]  # what `sizes` returned on all ranks that returned anything; 0 where they differ
     output_gradients: Mapping[str, Sequence[Tensor]]  # by leaf module: d l_i / d z_i, [B, *], one per call
     backward: Sequence[tuple[str, Tensor]]  # by layer with parameters: extremes of output gradients, in backward order
-    curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal, float64
+    curvature: Mapping[Curvature, Mapping[str, Tensor]]  # this rank's part of the pooled diagonal or its sums, float64
     traces: Mapping[TraceEstimate, Tensor]  # this rank's part of the pooled estimates, float64 [samples, parameters]
     eigenvalues: Mapping[LargestEigenvalue, Eigenvalue]  # on rank 0
     update: Update | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -71,6 +71,11 @@ class OfTraces(OfCurvature, ABC):
         self._check_positive("samples")
 
     @property
+    def diagonal(self) -> Curvature:
+        """Which diagonal, of which the sums are enough."""
+        return replace(super().diagonal, summed=True)
+
+    @property
     def estimate(self) -> TraceEstimate | None:
         """Which estimate; ``None`` if the traces are those of a diagonal."""
         return TraceEstimate(self.curvature, self.samples, self.seed) if self.curvature in MATRICES else None
@@ -84,5 +89,5 @@ class OfTraces(OfCurvature, ABC):
         """This rank's part of the traces, float64 ``[draws, parameters]``; one draw if they are exact."""
         if self.estimate is not None:
             return batch.traces[self.estimate]
-        diagonal = batch.curvature[self.diagonal]
-        return torch.stack([diagonal[name].sum() for name in batch.parameters])[None]
+        sums = batch.curvature[self.diagonal]
+        return torch.stack([sums[name] for name in batch.parameters])[None]

@@ -93,7 +93,7 @@ class Active:
         """True if any of them needs individual gradients, and not just their sum."""
         own = any(type(q).statistics is not Quantity.statistics for q in self.quantities)
         needs = ("squared_norms", "projections", "squared_gradients", "update", "backward")
-        return own or self.wants(*needs, "curvature", "trace", "eigenvalue")
+        return own or self.wants(*needs)
 
     @cached_property
     def subtracts_squares(self) -> bool:

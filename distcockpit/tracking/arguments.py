@@ -453,6 +453,11 @@ def _check_needs(quantity: Quantity, bare: nn.Module, loss_fn: nn.Module | None,
             f"quantity '{quantity.name}' needs whole parameters, but the model is sharded with fully_shard. Leave the "
             "quantity out, or track a smaller model with DistributedDataParallel."
         )
+    if needs.pooled_curvature and (needs.curvature is None or needs.curvature.summed):
+        raise ValueError(
+            f"quantity '{quantity.name}' has Needs(pooled_curvature=True, curvature={needs.curvature}), but it takes a "
+            "diagonal to be pooled element by element. Pass one that is not summed, such as TICDiag().needs.curvature."
+        )
     if needs.curvature is not None:
         Diagonals(bare, loss_fn).check_support(quantity.name, needs.curvature)
     if needs.trace is not None:

@@ -179,7 +179,8 @@ class BucketWalk:
             own = {name: own[name] if name in own else adding.sums[name] for name in rows}
         summed = [adding.flat] if adding is not None and len(exact) == len(rows) else list(own.values())
         vectors: dict[object, Sequence[Tensor]] = {MEAN: summed}
-        vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in self._curvature.items()}
+        pooled = {kind: hs for kind, hs in self._curvature.items() if kind in exchanges.kinds}
+        vectors |= {kind: [rows_of(hs[n], part) for n, part in rows.items()] for kind, hs in pooled.items()}
         vectors |= {SQUARES: [adding.flat_squares]} if isinstance(adding, PowerSums) else {}
         if AVERAGED in exchanges.kinds and self._setup.shards is not None:  # nobody holds autograd's gradients
             vectors |= {AVERAGED: [own[name].double() / self._scale for name in rows]}

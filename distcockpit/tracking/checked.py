@@ -171,7 +171,10 @@ class CheckedStep:
         setup = self._setup
         diagonals, traces = {}, {}
         try:
-            for kind in self._active.each("curvature"):
+            for kind in sorted(self._active.each("curvature"), key=lambda kind: kind.summed):
+                if kind.summed and (whole := replace(kind, summed=False)) in diagonals:
+                    diagonals[kind] = {name: h.sum() for name, h in diagonals[whole].items()}
+                    continue
                 seeds = [digest(kind.seed, self._step, setup.world.rank, i) for i in range(len(captured))]
                 diagonals[kind] = self._session.diagonals.of(kind, captured, seeds)
             for estimate in self._active.each("trace"):

@@ -178,7 +178,7 @@ class TrackedStep:
         if self._active.wants("averaged") and setup.shards is None:
             summed = setup.tracked
         check = attribution.check
-        has_sums = summed and not check.broken and not setup.batch_statistics_are_constants
+        has_sums = not wants_sums or (summed and not check.broken and not setup.batch_statistics_are_constants)
         self._keeps_calls = bool(watched) or self._active.wants_calls or not has_sums or session.keeps_calls
         self._capture = Capture(
             setup.bare,

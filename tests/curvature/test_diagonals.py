@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from distcockpit.curvature import diagonals
 from distcockpit.quantities import HessTrace, NormTest
 
 
+@dataclass(frozen=True, kw_only=True)
 class Curved(q.Quantity):
     """This rank's range of the diagonal, alone."""
 
+    of: q.Quantity = q.TICDiag()
+
     @property
     def needs(self) -> q.Needs:
-        return q.Needs(curvature=q.HessTrace().needs.curvature, pooled_curvature=True)
+        return q.Needs(curvature=self.of.needs.curvature, pooled_curvature=True)
 
     def group(self, model: q.Model) -> q.Group:
         return q.Group({"axes": q.Field()})
@@ -50,6 +54,25 @@ class Curved(q.Quantity):
 def test_one_parameter_is_flat_too(tmp_path: Path) -> None:
     run, _ = go(tmp_path / "r", nn.Sequential(nn.Linear(5, 2, bias=False)), ((4, 5), (4, 2)), [Curved()], 1)
     assert run["curved"]["axes"][0] == 1
+
+
+def test_sums_cannot_be_pooled_element_by_element(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"summed=True.*such as TICDiag\(\).needs.curvature"):
+        DistCockpit(nn.Linear(5, 2), nn.MSELoss(), store=tmp_path, quantities=[Curved(of=q.HessTrace())])
+
+
+def test_traces_beside_a_diagonal_are_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is run again once for both, and the traces are those without the diagonal."""
+    replays, differentiate = [], diagonals.differentiate
+    monkeypatch.setattr(diagonals, "differentiate", lambda *args: replays.append(1) or differentiate(*args))
+    traces = []
+    for name, chosen in (("alone", [HessTrace()]), ("beside", [HessTrace(), q.TICDiag(), q.TICTrace()])):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 2))
+        run, _ = go(tmp_path / name, net, ((4, 5), (4, 2)), chosen, 1)
+        traces.append(run["hess_trace"]["trace"].values)
+        assert len(replays) == len(traces)
+    assert np.allclose(traces[0], traces[1], rtol=1e-5, atol=0) and (traces[0] != 0).all()
 
 
 class Unknown(nn.Module):

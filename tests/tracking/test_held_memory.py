@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from live_memory import LiveMemory
 from torch import nn
 
 from distcockpit import DistCockpit, every, open_run
-from distcockpit.quantities import Alpha, Distance, GradNorm, NormTest, OutputNorm, Quantity, RankHealth, Time
+from distcockpit.quantities import (
+    Alpha,
+    Distance,
+    GradNorm,
+    HessMaxEV,
+    HessTrace,
+    Loss,
+    NormTest,
+    OutputNorm,
+    Quantity,
+    RankHealth,
+    Time,
+)
 
 ROWS, WIDTH, DEPTH = 64, 256, 8
 ACTIVATION = ROWS * 16 * WIDTH * 4  # bytes of the output of a layer
@@ -26,7 +39,8 @@ def peaks(tmp_path: Path, quantities: Sequence[Quantity] | None) -> list[int]:
     net = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     options = {"store": tmp_path / "run", "schedule": every(1), "memory_budget": "1MiB"}
-    cockpit = None if quantities is None else DistCockpit(net, nn.MSELoss(), quantities=quantities, **options)
+    loss_fn = nn.MSELoss()
+    cockpit = None if quantities is None else DistCockpit(net, loss_fn, quantities=quantities, **options)
     found = []
     with LiveMemory() as memory:
         for step in range(STEPS):
@@ -34,10 +48,10 @@ def peaks(tmp_path: Path, quantities: Sequence[Quantity] | None) -> list[int]:
             x, y = torch.randn(2, ROWS, 16, WIDTH)
             optimizer.zero_grad()
             if cockpit is None:
-                nn.functional.mse_loss(net(x), y).backward()
+                loss_fn(net(x), y).backward()
             else:
                 with cockpit.track(step):
-                    nn.functional.mse_loss(net(x), y).backward()
+                    loss_fn(net(x), y).backward()
             optimizer.step()
             found.append(memory.peak)
             del x, y
@@ -57,13 +71,15 @@ QUANTITIES: dict[str, Quantity] = {
 
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_what_a_step_holds(tmp_path: Path, name: str) -> None:
-    """Output gradients and copies of parameters; while it checks itself also what one forward pass keeps."""
+    """Output gradients, if calls are kept, and copies of parameters; while it checks itself one forward pass more."""
     (plain, *_) = peaks(tmp_path, None)
     found = peaks(tmp_path, [QUANTITIES[name]])
-    copies = PARAMETERS if name == "an update" else 0
+    keeps_no_calls = name in ("sums", "outputs")
+    gradients = 0 if keeps_no_calls else GRADIENTS
+    copies = PARAMETERS if name in ("sums", "an update") else 0
     other = [peak for step, peak in enumerate(found) if step not in THOROUGH]
-    assert max(other) < plain + GRADIENTS + copies + 6 * ACTIVATION
-    assert max(found) < max(other) + plain + (GRADIENTS + PARAMETERS if name == "sums" else 0)  # which keep no calls
+    assert max(other) < plain + gradients + copies + 6 * ACTIVATION
+    assert max(found) < max(other) + plain + (GRADIENTS + PARAMETERS if keeps_no_calls else 0)
 
 
 def test_what_time_says_that_a_step_holds(tmp_path: Path) -> None:
@@ -72,3 +88,17 @@ def test_what_time_says_that_a_step_holds(tmp_path: Path) -> None:
     time = open_run(tmp_path / "run")["time"]
     assert list(time["factor_bytes"].values) == [2 * DEPTH * ACTIVATION] * STEPS
     assert list(time["copy_bytes"].values) == [PARAMETERS, *[2 * PARAMETERS] * (STEPS - 1)]
+
+
+def test_losses_and_curvature_hold_no_factors(tmp_path: Path) -> None:
+    """Only steps that check themselves do; the values are those beside a quantity that needs factors."""
+    alone = [Time(), Loss(), HessTrace(curvature="hutchinson"), HessMaxEV(max_products=3)]
+    peaks(tmp_path / "alone", alone)
+    peaks(tmp_path / "beside", [*alone, NormTest()])
+    found, expected = (open_run(tmp_path / name / "run").load() for name in ("alone", "beside"))
+    factors = 2 * DEPTH * ACTIVATION
+    assert list(found["time"]["factor_bytes"].values) == [factors if k in THOROUGH else 0 for k in range(STEPS)]
+    assert list(expected["time"]["factor_bytes"].values) == [factors] * STEPS
+    for name in ("loss", "hess_trace", "hess_max_ev"):
+        for field, values in expected[name].data_vars.items():
+            assert np.array_equal(found[name][field], values, equal_nan=True) and len(values) == STEPS

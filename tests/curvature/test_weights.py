@@ -1,4 +1,4 @@
-"""Diagonals at kernels of convolutions, a few samples and columns at a time."""
+"""Diagonals and traces at weights, a few samples and columns at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backpack import backpack, extend, extensions
 from live_memory import LiveMemory
 from torch import nn
 
-from distcockpit.curvature import convolutions
+from distcockpit.curvature import weights
 from distcockpit.curvature.diagonals import KINDS, Curvature
 
 KIND = torch.float64
@@ -32,7 +32,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_it_is_backpacks(monkeypatch: Any, name: str, curvature: str, most: int) -> None:
     """Whatever is formed at once: one product, some, or all."""
-    monkeypatch.setattr(convolutions, "ELEMENTS", (most, most))
+    monkeypatch.setattr(weights, "ELEMENTS", (most, most))
     first, second, shape = CONVOLUTIONS[name]
     net, x, y = (
         nn.Sequential(first, nn.Sigmoid(), second, nn.Flatten()),
@@ -49,6 +49,47 @@ def test_it_is_backpacks(monkeypatch: Any, name: str, curvature: str, most: int)
     for theirs, ours in zip(*found, strict=True):
         assert float(theirs.abs().max()) > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+LINEAR = {
+    "linear": (nn.Linear(6, 5), nn.Linear(5, 4, bias=False), (6,)),
+    "linear on sequences": (nn.Linear(6, 5), nn.Linear(5, 4), (3, 6)),
+}
+
+
+@pytest.mark.parametrize("double", [0, 1000])
+@pytest.mark.parametrize("most", [1, 200, 2**19])
+@pytest.mark.parametrize("curvature", KINDS)
+@pytest.mark.parametrize("name", [*CONVOLUTIONS, *LINEAR])
+def test_traces_are_sums_of_backpacks(monkeypatch: Any, name: str, curvature: str, most: int, double: int) -> None:
+    """From matrices of places, or from the diagonal."""
+    monkeypatch.setattr(weights, "ELEMENTS", (most, most))
+    monkeypatch.setattr(weights, "DOUBLE", (double, double))
+    first, second, shape = (CONVOLUTIONS | LINEAR)[name]
+    x, y = torch.randn(5, *shape).to(KIND).requires_grad_(), torch.arange(5) % 4
+    net = extend(nn.Sequential(first, nn.Sigmoid(), second, nn.Flatten()).to(KIND))
+    loss_fn, found = extend(nn.CrossEntropyLoss()), []
+    for extension in (OTHERS[curvature](), Curvature(curvature, summed=True).extension()):
+        torch.manual_seed(0)
+        with backpack(extension):
+            loss_fn(net(x), y).backward()
+        found.append([p.__dict__.pop(extension.savefield) for p in (first.weight, second.weight)])
+    for theirs, ours in zip(*found, strict=True):
+        assert ours.shape == () and float(theirs.abs().max()) > 0
+        torch.testing.assert_close(ours, theirs.sum(), rtol=1e-10, atol=1e-14)
+
+
+def test_a_trace_that_cancels_is_exact(monkeypatch: Any) -> None:
+    """What a sample gives is the square of a sum over places that is nearly zero, in float32."""
+    layer = nn.Conv1d(1, 64, 1, bias=False)
+    layer.input0 = torch.ones(2, 1, 64)
+    s = torch.randn(3, 2, 64, 32)
+    s = torch.cat([s, -s], 3) + 1e-5
+    expected = (s.double().sum(3) ** 2).sum()
+    assert float(expected) < 1e-9 * float(s.double().square().sum()) * 64
+    monkeypatch.setattr(weights, "DOUBLE", (0, 0))
+    found = weights.weight_trace(None, layer, None, None, s)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_what_it_holds() -> None:
