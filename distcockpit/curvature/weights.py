@@ -79,9 +79,10 @@ def _gram(factor: Tensor) -> Tensor:
 
 def _inputs(module: Any) -> Tensor:
     """Return what the weight of each group is multiplied with, ``[N, groups, I, L]``."""
+    x: Tensor = module.input0
     if isinstance(module, nn.Linear):
-        return module.input0.unsqueeze(1).flatten(1, -2).mT.unsqueeze(1)
-    x = unfold_input(module, module.input0)  # [N, groups I, L]
+        return x.unsqueeze(1).flatten(1, -2).mT.unsqueeze(1)
+    x = unfold_input(module, x)  # [N, groups I, L]
     return x.reshape(len(x), module.groups, -1, x.shape[2])
 
 

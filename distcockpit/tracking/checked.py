@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from distcockpit.capture.capture import Capture
-from distcockpit.curvature.hutchinson import quadratic_forms
+from distcockpit.curvature.diagonals import Curvature
+from distcockpit.curvature.hutchinson import TraceEstimate, quadratic_forms
 from distcockpit.losses.captured import CapturedMicroBatch, check_uses
 from distcockpit.losses.interpretation import Interpretation
 from distcockpit.losses.mixed import unmix
@@ -169,7 +172,8 @@ class CheckedStep:
             Exception: Whatever went wrong, at the first tracked step, if the user listed the quantity.
         """
         setup = self._setup
-        diagonals, traces = {}, {}
+        diagonals: dict[Curvature, Mapping[str, Tensor]] = {}
+        traces: dict[TraceEstimate, Tensor] = {}
         try:
             for kind in sorted(self._active.each("curvature"), key=lambda kind: kind.summed):
                 if kind.summed and (whole := replace(kind, summed=False)) in diagonals:
