@@ -72,7 +72,7 @@ def weight_trace(_: Any, module: Any, g_inp: Any, g_out: Any, backpropagated: An
 def _gram(factor: Tensor) -> Tensor:
     """Return ``factor^T factor`` for each sample and group, float64 ``[n, groups, L, L]``."""
     if factor.shape[3] == 1:
-        return factor.square().sum(2, keepdim=True, dtype=torch.float64)
+        return torch.linalg.vector_norm(factor, dim=2, keepdim=True, dtype=torch.float64).square()
     wide = factor.double()
     return wide.mT @ wide
 

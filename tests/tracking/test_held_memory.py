@@ -16,7 +16,6 @@ from distcockpit.quantities import (
     Alpha,
     Distance,
     GradNorm,
-    HessMaxEV,
     HessTrace,
     Loss,
     NormTest,
@@ -92,13 +91,13 @@ def test_what_time_says_that_a_step_holds(tmp_path: Path) -> None:
 
 def test_losses_and_curvature_hold_no_factors(tmp_path: Path) -> None:
     """Only steps that check themselves do; the values are those beside a quantity that needs factors."""
-    alone = [Time(), Loss(), HessTrace(curvature="hutchinson"), HessMaxEV(max_products=3)]
+    alone = [Time(), Loss(), HessTrace(curvature="hutchinson", samples=1)]
     peaks(tmp_path / "alone", alone)
     peaks(tmp_path / "beside", [*alone, NormTest()])
     found, expected = (open_run(tmp_path / name / "run").load() for name in ("alone", "beside"))
     factors = 2 * DEPTH * ACTIVATION
     assert list(found["time"]["factor_bytes"].values) == [factors if k in THOROUGH else 0 for k in range(STEPS)]
     assert list(expected["time"]["factor_bytes"].values) == [factors] * STEPS
-    for name in ("loss", "hess_trace", "hess_max_ev"):
+    for name in ("loss", "hess_trace"):
         for field, values in expected[name].data_vars.items():
             assert np.array_equal(found[name][field], values, equal_nan=True) and len(values) == STEPS
