@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,8 +30,11 @@ TOLERANCE = 1e-4
 SQUARED_ELEMENTS = 1 << 20
 """Elements of factors that are squared at a time."""
 
+MARGIN = 2
+"""By how much the bound of matrices in float32 must be below the tolerance before these are taken again."""
+
 STEPS_IN_DOUBT = 16
-"""For how many tracked steps float32 is not tried again where it did not do."""
+"""For how many tracked steps autograd's sums are not tried again where they did not do."""
 
 Calls = Mapping[str, Sequence[tuple[Use, str]]]
 """The calls that use each parameter, with its name there."""
@@ -76,25 +80,26 @@ def _pays(t: int, o: int, i: int) -> bool:
 class Doubts:
     """The parameters for which float32 did not do, so that the next tracked steps use float64 from the beginning.
 
-    Where norms came from Gram matrices, these are in float64 then. Where that did not do either, or norms came from
-    gradients that were formed, all sums are.
+    Where norms came from Gram matrices, these are in float64 then, until their bound says that float32 does again.
+    Where that did not do either, or norms came from gradients that were formed, all sums are, for some steps.
     """
 
     def __init__(self) -> None:
-        self.of_grams: dict[str, int] = {}  # by parameter: steps that are left
-        self.of_sums: dict[str, int] = {}
+        self.of_grams: set[str] = set()
+        self.of_sums: dict[str, int] = {}  # by parameter: steps that are left
 
-    def settle(self, again: Collection[str], grams: Collection[str]) -> None:
+    def settle(self, verdict: Verdict, grams: Collection[str]) -> None:
         """End a step.
 
         Args:
-            again: The parameters for which it did not do.
-            grams: Those whose norms came from Gram matrices in float32, on this rank or, if it has no call, on others.
+            verdict: What all ranks found.
+            grams: The parameters whose norms came from Gram matrices in float32, on this rank or, if it has no call, on
+                others.
         """
-        for doubts, names in ((self.of_grams, set(again) & set(grams)), (self.of_sums, set(again) - set(grams))):
-            left = {name: steps - 1 for name, steps in doubts.items() if steps > 1}
-            doubts.clear()
-            doubts.update(left | dict.fromkeys(names, STEPS_IN_DOUBT))
+        again = set(verdict.again)
+        self.of_grams = (self.of_grams - set(verdict.would_do)) | (again & set(grams))
+        left = {name: steps - 1 for name, steps in self.of_sums.items() if steps > 1}
+        self.of_sums = left | dict.fromkeys(again - set(grams), STEPS_IN_DOUBT)
 
 
 class RoundedNorms(SquaredNorms):
@@ -143,25 +148,35 @@ class RoundedNorms(SquaredNorms):
         return self._squares.keys() - set(self._in_double)
 
     def bounds(self, name: str) -> Tensor:
-        """Return what ranks add up: S2, a bound on its error, and the squared bound for ``N |G|``; float64 ``[3]``."""
+        """Return what ranks add up, float64 ``[4]``.
+
+        S2, a bound on its error, the squared bound for ``N |G|``, and a bound on the error of S2 if Gram matrices were
+        in the precision of the factors; without any, it is zero.
+        """
         squares, sources = self.values[name], self._sources[name]
         pairs = self._squares.get(name)
         if pairs is None:  # from blocks
             pairs = [(_squares_of(ones), _squares_of(x)) for ones, x in (source.pair(WHOLE) for source in sources)]
         of_delta, of_x = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         t, (_, o, i) = sum(source.sizes[0] for source in sources), sources[0].sizes
-        unit = torch.finfo(sources[0].delta.dtype).eps / 2
-        is_double = name in self._in_double and name in self._squares
-        kind = torch.finfo(torch.float64 if is_double else sources[0].delta.dtype)
-        spread = of_delta @ of_x
-        if name in self._squares:
+        factor = torch.finfo(sources[0].delta.dtype)
+        unit, spread = factor.eps / 2, of_delta @ of_x
+
+        def of_grams(kind: torch.finfo) -> Tensor:
             # The loss of Gram matrices whose elements are too small for their type.
             underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
-            error = 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+            return 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+
+        if name in self._squares:
+            rounded = of_grams(factor)
+            error = of_grams(torch.finfo(torch.float64)) if name in self._in_double else rounded
+            fits = torch.maximum(of_delta.max(), of_x.max()) <= factor.max
+            rounded = rounded.where(fits, torch.inf)
         else:  # |g + e|^2 - |g|^2, where e are errors of sums of t products, some of them too small for their type
-            size = (unit**2 * t * spread).sqrt() + kind.tiny * t * (len(of_delta) // t * o * i) ** 0.5
+            size = (unit**2 * t * spread).sqrt() + factor.tiny * t * (len(of_delta) // t * o * i) ** 0.5
             error = 2 * squares.sqrt() * size + size.square()
-        return torch.stack([squares, error, unit**2 * len(of_delta) * spread])
+            rounded = torch.zeros_like(error)
+        return torch.stack([squares, error, unit**2 * len(of_delta) * spread, rounded])
 
 
 def _diagonal(gram: Tensor) -> Tensor:
@@ -177,17 +192,29 @@ def _squares_of(factor: Tensor) -> Tensor:
     return torch.cat([kernels.inner_rows(part, part) for part in parts])
 
 
-def doubtful(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> list[str]:
-    """Return the parameters whose V may contain more rounding than is tolerated; the same on all ranks.
+@dataclass(frozen=True)
+class Verdict:
+    """What rounding did to V; the same on all ranks."""
+
+    again: list[str]  # the parameters whose V may contain more of it than is tolerated
+    would_do: list[str]  # those for which Gram matrices in float32 would do, with a margin
+
+
+def verdict(names: Sequence[str], pooled: Tensor, mean_squared: Tensor, n: int) -> Verdict:
+    """Compare bounds on the rounding of V with V.
 
     Args:
         names: Names of the parameters.
-        pooled: What `RoundedNorms.bounds` gave, added over ranks, float64 ``[parameters, 3]``.
+        pooled: What `RoundedNorms.bounds` gave, added over ranks, float64 ``[parameters, 4]``.
         mean_squared: ``|G|^2``, float64 ``[parameters]``.
         n: N.
     """
-    squares, error, of_sum = pooled.unbind(1)
-    bound = error + 2 * (mean_squared * of_sum).sqrt()
+    squares, error, of_sum, of_grams = pooled.unbind(1)
+    tolerated, of_mean = TOLERANCE * (squares - n * mean_squared), 2 * (mean_squared * of_sum).sqrt()
+    bound = error + of_mean
     # Infinite squares may only have overflowed in float32. NaN comes from a failed rank: it will not pool again.
-    are_more = (bound > 0) & ((bound > TOLERANCE * (squares - n * mean_squared)) | squares.isposinf())
-    return [name for name, more in zip(names, are_more.tolist(), strict=True) if more]
+    are_more = (bound > 0) & ((bound > tolerated) | squares.isposinf())
+    would_do = (of_grams > 0) & (MARGIN * (of_grams + of_mean) <= tolerated)
+    found = zip(names, torch.stack([are_more, would_do], 1).tolist(), strict=True)
+    by_name = dict(found)
+    return Verdict([name for name, (more, _) in by_name.items() if more], [n for n, (_, do) in by_name.items() if do])

@@ -27,8 +27,8 @@ from distcockpit.gradients.rounding import (
     Doubts,
     RoundedNorms,
     calls_by_parameter,
-    doubtful,
     sums_over_sequences,
+    verdict,
 )
 from distcockpit.gradients.statistics import GradientSum, PowerSums, Projection, SquaredNorms, Statistic
 from distcockpit.gradients.uses import MicroBatch
@@ -113,7 +113,7 @@ class BucketWalk:
         self._mean_squared, self._projections = nothing.new_zeros(len(self._index)), nothing.new_zeros(local_n)
         self._mean: dict[str, Tensor] = {}
         self._part_of_mean: dict[str, Tensor] = {}
-        self._bounds = nothing.new_zeros(len(self._index), 3)
+        self._bounds = nothing.new_zeros(len(self._index), 4)
         self._grams: set[str] = set()  # the parameters whose norms come from Gram matrices in float32
         self._onto_rounded: dict[str, Tensor] = {}  # projections on autograd's G, which may have to be taken again
         self._room = setup.kept_bytes(beside_update=inputs.update is not None)
@@ -327,10 +327,11 @@ class BucketWalk:
         """Replace sums whose rounding is not small against the variance by sums in float64; all ranks do so alike."""
         self._bounds[:, 0] = norms.flat  # also of what this rank sums up exactly, and others do not
         pooled = self._exchanges.pool_bounds(self._bounds)
-        again = self._setup.world.insist(lambda: doubtful(list(self._index), pooled, self._mean_squared, self._n))
+        found = self._setup.world.insist(lambda: verdict(list(self._index), pooled, self._mean_squared, self._n))
+        again = found.again
         places = [(name, bucket[name]) for name in again for bucket in self._setup.buckets if name in bucket]
         self._exchanges.expect_more([rows_of(self._values[name], part).numel() for name, part in places])
-        self._doubts.settle(again, self._grams | {name for name in again if name not in self._calls})
+        self._doubts.settle(found, self._grams | {name for name in again if name not in self._calls})
         for name in again:
             norms.values[name].zero_()
             self._mean_squared[self._index[name]] = 0

@@ -42,7 +42,7 @@ class Exchanges:
         self._buckets: list[Bucket] = list(setup.buckets) if kinds else []  # whose vectors the others wait for
         self._in_flight: list[Callable[[], Tensor]] = []
         self.rounds = rounds and active.takes_autograds_sums and active.subtracts_squares
-        self._bounds = [len(setup.tracked) * 3] if self.rounds else []  # sizes of what is still to be pooled
+        self._bounds = [len(setup.tracked) * 4] if self.rounds else []  # sizes of what is still to be pooled
         self._more: list[int] = []  # likewise
         self.eigenvalues: list[LargestEigenvalue] = active.each("eigenvalue")
         self._to_confirm = len(self.eigenvalues)
@@ -92,9 +92,9 @@ class Exchanges:
         return arrived
 
     def pool_bounds(self, bounds: Tensor) -> Tensor:
-        """Add what bounds the rounding of sums over ranks: float64 ``[parameters, 3]``."""
+        """Add what bounds the rounding of sums over ranks: float64 ``[parameters, 4]``."""
         self._bounds = []
-        return bounds if self._setup.world.size == 1 else self._all_reduce(bounds.flatten()).view(-1, 3)
+        return bounds if self._setup.world.size == 1 else self._all_reduce(bounds.flatten()).view(-1, 4)
 
     def expect_more(self, sizes: Sequence[int]) -> None:
         """Announce that all ranks are about to pool more vectors, of these lengths."""

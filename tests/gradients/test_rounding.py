@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.gradients.factors import Factors, Occurrences
-from distcockpit.gradients.rounding import STEPS_IN_DOUBT, RoundedNorms
+from distcockpit.gradients.rounding import STEPS_IN_DOUBT, RoundedNorms, Verdict
 from distcockpit.gradients.statistics import GradientSum
 from distcockpit.tracking import buckets, setup
 
@@ -98,15 +98,18 @@ def train_three_steps(
     return {"again": again, "said": said}
 
 
-def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) -> None:
+def the_batch(noise: float, scale: float = 1.0) -> oracle.Batch:
     x = noisy(noise)
     net = Net(scale)
 
     def terms(z: Tensor, y: Tensor) -> tuple[Tensor, float]:
         return (z - y).abs().sum() / (LENGTH * 30), 1.0
 
-    batch = oracle.batch(net, dict(net.state_dict()), terms, x, torch.zeros(N, LENGTH, 30))
-    run = open_run(store)
+    return oracle.batch(net, dict(net.state_dict()), terms, x, torch.zeros(N, LENGTH, 30))
+
+
+def compare(store: Path, noise: float, shards: list[int], scale: float = 1.0) -> None:
+    batch, run = the_batch(noise, scale), open_run(store)
     for name in NAMES:
         np.testing.assert_allclose(run[name][name], getattr(oracle, name)(batch), rtol=2e-3, err_msg=name)
     noise_scale = run["gradient_noise_scale"]["noise"]
@@ -156,15 +159,52 @@ def test_a_rank_without_samples_doubts_with_the_others(ranks: Ranks, tmp_path: P
     compare(tmp_path / "run", 3.0, [9, 15], 1e24)
 
 
-def test_float32_is_tried_again(tmp_path: Path) -> None:
-    steps = 3 + STEPS_IN_DOUBT
-    done = train_three_steps(0, 1, None, str(tmp_path / "run"), 3.0, [N], "", 1e24, steps)
-    assert done == {"again": [["wide.weight"]] * 2, "said": "nothing"}
+def test_autograds_sums_are_tried_again(tmp_path: Path) -> None:
+    """Once after the steps that do without them: of the first two, the second has matrices in float64."""
+    done = train_three_steps(0, 1, None, str(tmp_path / "run"), 1e-2, [N], steps=2 + STEPS_IN_DOUBT + 1)
+    assert done == {"again": [["wide.weight"]] * 3, "said": "nothing"}
+
+
+def train_with_noises(rank: int, size: int, group: Any, store: str, noises: list[float], shards: list[int]) -> Any:
+    """One tracked step for each; which parameters had matrices in float64 from the beginning."""
+    net, loss_fn, in_double = Net(1.0), nn.L1Loss(), []
+    model = net if group is None else DistributedDataParallel(net, process_group=group)
+
+    class Spied(RoundedNorms):
+        def __init__(self, parameters: Any, sources: Any, doubted: Any) -> None:
+            super().__init__(parameters, sources, doubted)
+            in_double.append(sorted(doubted))
+
+    original = buckets.RoundedNorms
+    buckets.RoundedNorms = Spied
+    cockpit = DistCockpit(model, loss_fn, store=store, quantities=[q.NormTest()], schedule=every(1))
+    try:
+        for step, noise in enumerate(noises):
+            mine = noisy(noise)[sum(shards[:rank]) : sum(shards[: rank + 1])]
+            with cockpit.track(step):
+                loss_fn(cockpit(mine), torch.zeros(len(mine), LENGTH, 30)).backward()
+    finally:
+        buckets.RoundedNorms = original
+        cockpit.close()
+    return in_double
+
+
+@pytest.mark.parametrize("shards", [[9, 15], [24, 0]], ids=str)
+def test_float64_ends_when_the_variance_has_grown(ranks: Ranks, tmp_path: Path, shards: list[int]) -> None:
+    """Not after some steps: as long as it is small, float32 would only have to be taken again."""
+    noises = [*[0.1] * (STEPS_IN_DOUBT + 3), 3.0, 3.0, 0.1, 3.0]
+    ends = len(noises) - 3
+    done = ranks.run(2, train_with_noises, str(tmp_path / "run"), noises, shards)
+    wide = ["wide.weight"]
+    assert done == [[[], *[wide] * (ends - 1), [], [], wide]] * 2
+    expected = {noise: oracle.norm_test(the_batch(noise)) for noise in set(noises)}
+    found = open_run(tmp_path / "run")["norm_test"]["norm_test"]
+    np.testing.assert_allclose(found, [expected[noise] for noise in noises], rtol=1e-4)
 
 
 def test_autograds_sums_would_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check is for: without it the noise of 1e-4 is gone."""
-    monkeypatch.setattr(buckets, "doubtful", lambda *_: [])
+    monkeypatch.setattr(buckets, "verdict", lambda *_: Verdict([], []))
     train_three_steps(0, 1, None, str(tmp_path / "run"), 1e-4, [N])
     with pytest.raises(AssertionError):
         compare(tmp_path / "run", 1e-4, [N])
@@ -192,7 +232,7 @@ def test_rounding_is_far_below_its_bound(
     exact.sequence("w", delta, x, slice(0, n))
     true = torch.bmm(delta.double().transpose(1, 2), x.double()).square().sum()
     rounded = (delta.flatten(0, 1).T @ x.flatten(0, 1)).double()
-    squares, error, of_sum = quick.bounds("w")
+    squares, error, of_sum, _ = quick.bounds("w")
     assert abs(squares - true) < error / 10
     g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3
@@ -205,7 +245,7 @@ def test_the_bound_of_blocks_does_not_grow_with_them() -> None:
     factors = Factors(delta, lambda samples: x[samples], 5)
     norms = RoundedNorms({"w": torch.zeros(3000, 5)}, {"w": [factors]})
     norms.block("w", factors.products(slice(0, 2)), slice(0, 2))
-    squares, error, _ = norms.bounds("w")
+    squares, error, *_ = norms.bounds("w")
     assert error < 1e-6 * squares
 
 
@@ -234,13 +274,34 @@ def test_several_uses_together(seed: int, in_blocks: bool, part: slice) -> None:
         quick.block("w", true.float(), slice(0, n))
     else:
         quick.uses("w", [source.pair(slice(0, n)) for source in sources], slice(0, n))
-    squares, error, of_sum = quick.bounds("w")
+    squares, error, of_sum, _ = quick.bounds("w")
     assert abs(squares - true.square().sum()) < error / 3 < 1e-4 * squares
     rounded = sum(d.flatten(0, 1).T @ x.flatten(0, 1) for d, x in zip(deltas, xs, strict=True))
     seen = index >= 0
     rounded = rounded.index_add(0, index[seen], inner[seen])[part].double()
     g, e = true.sum(0).square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e-22, 1e19, 1e24])
+def test_float64_knows_the_bound_of_float32(scale: float) -> None:
+    """With rows whose squares float32 has no numbers for, that is infinite, or larger than the sum."""
+    generator = torch.Generator().manual_seed(0)
+    delta, x = scale * torch.randn(8, 16, 64, generator=generator), torch.randn(8, 16, 96, generator=generator)
+    factors, bounds = Factors(delta, lambda samples: x[samples], 96), []
+    for in_double in ([], ["w"]):
+        norms = RoundedNorms({"w": torch.zeros(64, 96)}, {"w": [factors]}, in_double)
+        norms.sequence("w", delta, x, slice(0, 8))
+        bounds.append(norms.bounds("w"))
+    (squares, error, of_sum, same), (exact, small, also_of_sum, known) = bounds
+    if scale == 1.0:
+        torch.testing.assert_close(torch.stack([known, same]), torch.stack([error, error]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(of_sum, also_of_sum, rtol=1e-5, atol=0)
+        assert small < 1e-8 * error
+    elif scale > 1:
+        assert squares == known == torch.inf > small
+    else:
+        assert known > 1e-3 * exact > small
 
 
 class Tied(nn.Module):

@@ -25,7 +25,7 @@ Wait = tuple[str, str, int]
 DIVISOR: Wait = ("world.py:_arrived", "event.synchronize", 1)
 """How many targets count, and by what the loop divides: needed on the host, sent while the backward pass runs."""
 
-DOUBTFUL: Wait = ("gradients/rounding.py:doubtful", "copy to the host", 1)
+DOUBTFUL: Wait = ("gradients/rounding.py:verdict", "copy to the host", 1)
 """Layers on sequences: whether float32 sums suffice decides, on all ranks alike, if sums are exchanged once more."""
 
 CHECKS: list[Wait] = [
