@@ -1,8 +1,8 @@
 """The walk over buckets of parameters: sums over individual gradients, what ranks pool of them, projections on G.
 
-One walk over the individual gradients of a bucket gives its part of G, and feeds what needs nothing pooled. While the
-ranks add up its element-wise vectors, the next bucket is walked. Then a second walk takes the projections on G, the
-quantities reduce the sums of the bucket, and everything of it is freed.
+One walk over the individual gradients of a bucket gives its part of G, and feeds what needs nothing pooled. While
+several ranks add up its element-wise vectors, the next bucket is walked. Then a second walk takes the projections on G,
+the quantities reduce the sums of the bucket, and everything of it is freed.
 
 Autograd's sums serve as G where nothing is subtracted, and where squared norms are subtracted as long as their rounding
 is small against the variance. They are known without a walk, so that the second one does all. Ranks see from the same
@@ -11,6 +11,7 @@ pooled numbers where they did not do, and there sum up again in float64; see `Do
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,14 +121,13 @@ class BucketWalk:
 
     def walk(self) -> StepSums:
         """All buckets, one after the other."""
-        before: _Begun | None = None
+        begun: deque[_Begun] = deque()
         for rows in self._setup.buckets:
-            begun = self._begin(rows)
-            if before is not None:
-                self._end(before)
-            before = begun
-        if before is not None:
-            self._end(before)
+            begun.append(self._begin(rows))
+            if len(begun) == self._setup.buckets_at_a_time:
+                self._end(begun.popleft())
+        while begun:
+            self._end(begun.popleft())
         if self._exchanges.rounds and self._norms is not None:
             self._sum_again(self._norms)
         for onto in self._onto_rounded.values():

@@ -25,8 +25,8 @@ from distcockpit.world import World
 Bucket = dict[str, slice]
 """Parameters, each with the rows that belong to the bucket."""
 
-MOST_ELEMENTS, FEWEST_ELEMENTS = 1 << 21, 1 << 16
-"""Of a bucket: 16 MiB in float64, which an exchange and a cache like, and what a tiny budget does not go below."""
+MOST_BYTES, FEWEST_ELEMENTS = 1 << 28, 1 << 16
+"""Of the buckets that are there at a time, with all their vectors; what a tiny budget does not go below."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,13 @@ class Setup:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The tracked parameters, those together whose sums are exchanged together, as DDP's buckets are."""
-        elements = min(MOST_ELEMENTS, self.memory_budget // 128)  # in float64, several vectors of two buckets at a time
+        elements = min(MOST_BYTES, self.memory_budget) // (64 * self.buckets_at_a_time)  # eight vectors in float64
         return buckets(self.tracked, max(FEWEST_ELEMENTS, elements))
+
+    @property
+    def buckets_at_a_time(self) -> int:
+        """Two if the next one is walked while ranks add up the vectors of one."""
+        return 1 if self.world.size == 1 else 2
 
     @property
     def sums_are_in_grad(self) -> bool:
