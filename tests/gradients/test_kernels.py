@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,27 @@ def test_a_fault_on_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     numba_cpu.COMPILED.add((work.__code__, np.dtype(np.float32)))
     with pytest.raises(ZeroDivisionError):
         numba_cpu.in_parts(work, 10, numba_cpu.PER_THREAD, np.dtype(np.float32))
+
+
+def test_threads_keep_nothing_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of individual gradients would stay until the garbage collector comes."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    values, parts = torch.ones(10), []
+
+    def work(part: slice) -> None:
+        parts.append(values[part])
+
+    numba_cpu.COMPILED.add((work.__code__, np.dtype(np.float32)))
+    gc.collect()
+    gc.disable()
+    try:
+        numba_cpu.in_parts(work, 10, numba_cpu.PER_THREAD, np.dtype(np.float32))
+        assert len(parts) == 2
+        left = weakref.ref(work)
+        del work
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forked_process_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

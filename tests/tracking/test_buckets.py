@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import oracle
@@ -23,7 +24,8 @@ from train import bucketed
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
 from distcockpit.gradients.factors import WHOLE
-from distcockpit.tracking.setup import FEWEST_ELEMENTS, buckets
+from distcockpit.tracking.buckets import BucketWalk
+from distcockpit.tracking.setup import FEWEST_ELEMENTS, Bucket, buckets
 
 SHAPES = st.lists(st.one_of(st.just(()), st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 9), st.integers(1, 9))))
 
@@ -129,6 +131,54 @@ def test_no_sum_is_larger_than_its_buckets(
         np.testing.assert_allclose(run["mean_gsnr"]["mean_gsnr"][0], oracle.mean_gsnr(batch), rtol=1e-3)
         assert np.isfinite(run["alpha"]["alpha"]).all()
     assert "notices" not in run.attrs  # such as of a slow route, on which the check of gradients would fall back
+
+
+def order_of_walk(rank: int, size: int, group: Any, store: str) -> str:
+    """Of a step that checks nothing: which buckets are begun, and ended."""
+    order, begin, end = [], BucketWalk._begin, BucketWalk._end
+
+    def begins(self: BucketWalk, rows: Bucket) -> Any:
+        order.append("b")
+        return begin(self, rows)
+
+    def ends(self: BucketWalk, begun: Any) -> None:
+        order.append("e")
+        end(self, begun)
+
+    with mock.patch.object(BucketWalk, "_begin", begins), mock.patch.object(BucketWalk, "_end", ends):
+        train_wide(rank, size, group, store, CHOSEN, [3] * size, 1 << 28)
+    return "".join(order[-len(order) // 6 :])  # of six steps
+
+
+def test_the_next_bucket_is_walked_while_ranks_add_up_one(ranks: Ranks, tmp_path: Path) -> None:
+    """A single rank adds up nothing, and holds one at a time."""
+    assert order_of_walk(0, 1, None, str(tmp_path / "one")) == "be" * 6
+    assert ranks.run(2, order_of_walk, str(tmp_path / "two")) == ["bbebebebebee"] * 2
+
+
+def most_elements(rank: int, size: int, group: Any, store: str, budget: int) -> int:
+    asked: list[int] = []
+
+    def deal(parameters: Any, elements: int) -> list[Bucket]:
+        asked.append(elements)
+        return buckets(parameters, elements)
+
+    net = nn.Linear(2, 2)
+    model = net if group is None else DistributedDataParallel(net, process_group=group)
+    options = {"quantities": [q.GradNorm()], "schedule": every(1), "memory_budget": budget}
+    with mock.patch("distcockpit.tracking.setup.buckets", deal), DistCockpit(model, store=store, **options) as cockpit:
+        with cockpit.track(0):
+            nn.functional.mse_loss(cockpit(torch.ones(3, 2)), torch.zeros(3, 2)).backward()
+    return asked[0]
+
+
+@pytest.mark.parametrize(
+    "budget, most", [(1, FEWEST_ELEMENTS), (1 << 24, 1 << 18), (1 << 28, 1 << 22), (1 << 40, 1 << 22)]
+)
+def test_eight_vectors_of_the_buckets_fit_into_the_budget(ranks: Ranks, tmp_path: Path, budget: int, most: int) -> None:
+    """In float64; of the two that are there where several ranks add them up."""
+    assert most_elements(0, 1, None, str(tmp_path / "one"), budget) == most
+    assert ranks.run(2, most_elements, str(tmp_path / "two"), budget) == [max(most // 2, FEWEST_ELEMENTS)] * 2
 
 
 def test_ranks_without_memory_for_copies_sum_up_themselves(ranks: Ranks, tmp_path: Path) -> None:

@@ -280,7 +280,10 @@ def in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype)
             errors.append(error)
 
     called = CALLED(take)
-    _openmp()(ctypes.cast(called, ctypes.c_void_p), None, parts, 0)
+    address = ctypes.c_void_p.from_address(
+        ctypes.addressof(called)
+    )  # a cast would make a cycle, which keeps the values
+    _openmp()(address, None, parts, 0)
     take(None)  # take what is left, in case a thread was interrupted
     if errors:
         raise errors[0]
