@@ -280,10 +280,8 @@ def in_parts(work: Callable[[slice], Any], n: int, cost: float, dtype: np.dtype)
             errors.append(error)
 
     called = CALLED(take)
-    address = ctypes.c_void_p.from_address(
-        ctypes.addressof(called)
-    )  # a cast would make a cycle, which keeps the values
-    _openmp()(address, None, parts, 0)
+    address = ctypes.addressof(called)  # `ctypes.cast` would make a cycle, which keeps the values
+    _openmp()(ctypes.c_void_p.from_address(address), None, parts, 0)
     take(None)  # take what is left, in case a thread was interrupted
     if errors:
         raise errors[0]
