@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,9 @@ from torch import Tensor
 from distcockpit.gradients import kernels
 
 WHOLE = slice(None)
+
+PRODUCTS = 256
+"""How many products are added up in a row where their sums are added up after that, which rounds less."""
 
 
 def rows_of(values: Tensor, rows: slice) -> Tensor:
@@ -125,7 +129,13 @@ def _inner(first: Tensor, second: Tensor, kind: torch.dtype) -> Tensor:
         return _inner(second, first, kind).transpose(1, 2)
     if second.dim() == 2:
         return first.gather(2, second.unsqueeze(1).expand(-1, first.shape[1], -1))
-    return torch.bmm(first, second.transpose(1, 2))
+    parts = zip(first.split(PRODUCTS, 2), second.split(PRODUCTS, 2), strict=True)
+    return functools.reduce(Tensor.add_, (torch.bmm(a, b.transpose(1, 2)) for a, b in parts))
+
+
+def longest_sum(k: int) -> int:
+    """Return how many numbers at most are added up one after the other in an inner product of k products."""
+    return min(k, PRODUCTS) + k // PRODUCTS
 
 
 def products(delta: Tensor, x: Tensor) -> Tensor:

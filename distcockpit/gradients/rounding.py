@@ -7,6 +7,11 @@ rounding error analysis", SIAM J. Sci. Comput. 41, for independent errors: a sum
 ``u sqrt(K)`` times the root of the sum of their squares, with u the unit roundoff. (Sums of products of one sign may
 exceed that by ``sqrt(K) / 3``; what many of them add up to does not.) The squares of all products of a linear layer on
 sequences add up to ``D = sum_it |delta_it|^2 |x_it|^2``.
+
+Elements of a Gram matrix are inner products of O or I numbers. A sum of K products of one sign has a relative error of
+``u sqrt(K) / 3``, and if rows are alike, so are the errors, and S2 has the same one. Others are smaller than
+``u sqrt(K) D``, all together. So ``3 u sqrt(K) (S2 + D)``, for the larger K, is some six standard deviations for both
+matrices. K is the longest sum, see `longest_sum`.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 
 from distcockpit.gradients import kernels
-from distcockpit.gradients.factors import WHOLE, RowWise, grams
+from distcockpit.gradients.factors import WHOLE, RowWise, grams, longest_sum
 from distcockpit.gradients.generic import rule_of
 from distcockpit.gradients.statistics import SquaredNorms
 from distcockpit.gradients.uses import MicroBatch, Use
@@ -165,7 +170,7 @@ class RoundedNorms(SquaredNorms):
         def of_grams(kind: torch.finfo) -> Tensor:
             # The loss of Gram matrices whose elements are too small for their type.
             underflow = kind.tiny * t * (o * of_x.sum() + i * of_delta.sum())
-            return 1.5 * kind.eps * max(t, o, i) ** 0.5 * (spread + squares) + underflow
+            return 1.5 * kind.eps * longest_sum(max(o, i)) ** 0.5 * (spread + squares) + underflow
 
         if name in self._squares:
             rounded = of_grams(factor)
