@@ -66,7 +66,7 @@ def main() -> None:
         running = loops(args.model, Path(folder), names)
         steps = {}
         for name, loop in running.items():
-            loop.advance(PERIOD if loop.step or name == EVERY_PERIOD else 4)
+            loop.advance(PERIOD)  # the next step that checks itself, if all are tracked, comes after as many again
             steps[name] = max(1, min(50, int(args.seconds * 1e3 / loop.advance(1))))
         steps[EVERY_PERIOD] = PERIOD * max(1, steps["plain"] // PERIOD)
         times: dict[str, list[float]] = {name: [] for name in running}
