@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcockpit import DistCockpit, every, open_run
 from distcockpit import quantities as q
-from distcockpit.gradients.factors import Factors, Occurrences
+from distcockpit.gradients.factors import PRODUCTS, Factors, Occurrences, grams
 from distcockpit.gradients.rounding import STEPS_IN_DOUBT, RoundedNorms, Verdict
 from distcockpit.gradients.statistics import GradientSum
 from distcockpit.tracking import buckets, setup
@@ -236,6 +236,27 @@ def test_rounding_is_far_below_its_bound(
     assert abs(squares - true) < error / 10
     g, e = exact.sums["w"].square().sum() / n**2, rounded.square().sum() / n**2
     assert n * abs(g - e) < 2 * (g * of_sum).sqrt() / 3
+
+
+def test_sums_of_many_products_are_added_up_in_parts() -> None:
+    """Ones after a large number are lost in float32, unless they are added up by themselves."""
+    x = torch.ones(1, 2, 2 * PRODUCTS)
+    x[:, :, :PRODUCTS] = 0
+    x[:, :, 0] = 2**12
+    for gram in grams([(x, x)]):
+        assert gram.unique().tolist() == [2**24 + PRODUCTS]
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 1.1])
+@pytest.mark.parametrize("o", [100, 3000])
+def test_errors_of_one_sign_are_below_the_bound(value: float, o: int) -> None:
+    """Where all products are alike, all roundings of a sum go in the same direction."""
+    delta, x = torch.full((2, 8, o), value), torch.full((2, 8, 700), 1.7)
+    norms = RoundedNorms({"w": torch.zeros(o, 700)}, {"w": [Factors(delta, lambda samples: x[samples], 700)]})
+    norms.sequence("w", delta, x, slice(0, 2))
+    squares, error, *_ = norms.bounds("w")
+    true = torch.bmm(delta.double().transpose(1, 2), x.double()).square().sum()
+    assert 0 < abs(squares - true) < error < 1e-5 * true
 
 
 def test_the_bound_of_blocks_does_not_grow_with_them() -> None:
